@@ -106,6 +106,7 @@ class MoeConfig:
     topk_groups: int = 1
     first_moe_layer: int = 0  # earlier layers have the dense MLP
     layer_freq: int = 1  # MoE where layer_idx % layer_freq == 0
+    expert_format: Literal["dense", "mxfp4"] = "dense"  # mxfp4: packed codes, inference only
 
     def __post_init__(self) -> None:
         k = self.num_experts_per_token
