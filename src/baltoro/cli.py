@@ -1,0 +1,131 @@
+"""The one binary: `baltoro VERB ...`. A verb names a function, imported when the verb is used.
+
+A verb's function is an ordinary typed one. Its parameters before the `*` that have no default are
+positional, the others become `--options`, and its docstring is the help. What a user got wrong
+(`ValueError`, `OSError`) is one line on stderr and exit code 2, an interrupt is 130; anything else
+is our mistake and shows its traceback, as `--debug` does for every error.
+"""
+
+import importlib
+import inspect
+import os
+import sys
+import typing
+from collections.abc import Callable, Sequence
+
+from baltoro import __version__
+from baltoro.config import nearest
+
+Verb = Callable[..., None]
+
+# verb -> (module:function, one line of help)
+VERBS: dict[str, tuple[str, str]] = {
+    "doctor": ("baltoro.doctor:doctor", "what this machine offers and what will run on it"),
+}
+
+USAGE = """\
+usage: baltoro VERB [ARGUMENTS] [--option VALUE ...]
+       baltoro VERB --help
+
+The open K3 stack: train, post-train, quantise and serve a Kimi-K3-shaped model.
+
+verbs:
+{verbs}
+
+options:
+  -h, --help   show this text, or the help of a verb
+  --version    show the version
+  --debug      show the traceback of an error
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code.
+
+    `argv` holds the arguments without the program's name; absent, they are taken from `sys.argv`.
+    """
+    args = list(sys.argv[1:] if argv is None else argv)
+    is_debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        _dispatch(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        if is_debug:
+            raise
+        print("baltoro: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the reader left, as `head` does; the interpreter must not flush into the closed pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        if is_debug:
+            raise
+        print(f"baltoro: {_one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def load_verb(verb: str) -> Verb:
+    """Import and return the function behind `verb`, a key of `VERBS`."""
+    module, _, function = VERBS[verb][0].partition(":")
+    return typing.cast(Verb, getattr(importlib.import_module(module), function))
+
+
+def _dispatch(args: list[str]) -> None:
+    if not args:
+        raise ValueError(f"a verb is needed, one of: {', '.join(VERBS)}; see `baltoro --help`")
+    if args[0] in ("-h", "--help"):
+        print(_usage(), end="")
+    elif args[0] == "--version":
+        print(f"baltoro {__version__}")
+    elif args[0] in VERBS:
+        # tyro is loaded on use: the machine with the GPU runs tests without it
+        import tyro
+
+        function = _with_positional(load_verb(args[0]))
+        tyro.cli(function, prog=f"baltoro {args[0]}", args=args[1:])
+    else:
+        raise ValueError(f"{args[0]}: unknown verb; {nearest(args[0], VERBS)}")
+
+
+def _usage() -> str:
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}   {text}" for verb, (_, text) in VERBS.items()]
+    return USAGE.format(verbs="\n".join(lines))
+
+
+def _with_positional(function: Verb) -> Verb:
+    """`function` with the signature that tyro reads as `VERB ARGUMENT --option VALUE`."""
+    import tyro
+
+    hints = typing.get_type_hints(function, include_extras=True)
+    parameters = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints[name]
+        if (
+            parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            and parameter.default is parameter.empty
+        ):
+            parameter = parameter.replace(kind=parameter.POSITIONAL_ONLY)
+            hint = typing.Annotated[hint, tyro.conf.arg(metavar=name.upper())]
+        parameters.append(parameter.replace(annotation=hint))
+
+    def run(*args: object, **kwargs: object) -> None:
+        function(*args, **kwargs)
+
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
