@@ -4,6 +4,7 @@ import-linter holds the layers; this walks the sources for what layers cannot sa
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -218,3 +219,12 @@ def test_what_is_longer_than_we_aim_for_is_found(tmp_path):
     (tmp_path / "triton.py").write_text(f"def kernel():\n{body}\n")
     (tmp_path / "one.py").write_text(f"def wide():\n{body}\n")
     assert beyond_aims(tmp_path) == ["long.py has 401 lines", "one.py wide has 91 lines"]
+
+
+def test_the_map_names_every_room_and_no_path_that_is_not_there():
+    text = (ROOT / "docs" / "MAP.md").read_text()
+    named = set(re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py|/))`", text))
+    rooms = {path.name + "/" for path in SOURCES.iterdir() if (path / "__init__.py").exists()}
+    assert rooms <= named
+    places = (SOURCES, ROOT)
+    assert not [path for path in named if not any((place / path).exists() for place in places)]
