@@ -1,0 +1,1 @@
+"""Checkpoints from and to the official layout: K3's and Kimi Linear's."""
