@@ -1,0 +1,44 @@
+"""Attention residuals: a softmax over earlier outputs in place of the residual sum (report 2.2).
+
+score_j = sum_d v_jd / rms(v_j) * norm_weight_d * proj_weight_d,  out = sum_j softmax_j(score) v_j.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from baltoro.ops.attn_res import dense, reference
+from baltoro.ops.impl import choose
+
+__all__ = ["attn_res_mix"]
+
+_MIX = {"reference": reference.attn_res_mix, "torch": dense.attn_res_mix}
+
+
+def attn_res_mix(
+    sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, *, eps: float, impl: str
+) -> Tensor:
+    """Mix `S >= 1` sources, each `[T, D]` of one dtype, into `[T, D]` of that dtype.
+
+    `norm_weight` and `proj_weight` are `[D]`; they are cast up before their product. Scores,
+    softmax and mixture are fp32 (fp64 for fp64 sources), rounded once at the end; the values are
+    the raw, un-normalised sources, and there is no temperature (k3-facts 3.2).
+    """
+    if len(sources) == 0:
+        raise ValueError("attn_res_mix: sources is empty; it needs at least one tensor [T, D]")
+    first = sources[0]
+    if first.dim() != 2:
+        raise ValueError(f"attn_res_mix: sources[0] has shape {list(first.shape)}; expected [T, D]")
+    for index, source in enumerate(sources):
+        if source.shape != first.shape or source.dtype != first.dtype:
+            raise ValueError(
+                f"attn_res_mix: sources[{index}] is {source.dtype} {list(source.shape)}; "
+                f"all must be {first.dtype} {list(first.shape)} as sources[0] is"
+            )
+    for name, weight in (("norm_weight", norm_weight), ("proj_weight", proj_weight)):
+        if weight.shape != first.shape[1:]:
+            raise ValueError(
+                f"attn_res_mix: {name} has shape {list(weight.shape)}; "
+                f"it must be [D] with D = {first.shape[1]}"
+            )
+    return choose("attn_res", impl, _MIX)(sources, norm_weight, proj_weight, eps)

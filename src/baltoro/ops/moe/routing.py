@@ -1,0 +1,99 @@
+"""Which experts a token visits and with what weight (k3-facts 3.4, steps 1 to 3)."""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+_SUM_EPS = 1e-20  # of the released code, in the renormalisation
+
+
+class Routing(NamedTuple):
+    """The router's decision for `T` tokens."""
+
+    scores: Tensor  # [T, E] unbiased, without gradient
+    expert_ids: Tensor  # int64 [T, A], best first
+    weights: Tensor  # [T, A], carries the router's gradient
+
+
+def route(
+    router_logits: Tensor,
+    expert_bias: Tensor | None,
+    *,
+    num_experts_per_token: int,
+    activation: Literal["sigmoid", "softmax"],
+    renormalize: bool,
+    scaling_factor: float,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+) -> Routing:
+    """Choose `A = num_experts_per_token` of `E` experts per token.
+
+    `router_logits` `[T, E]` fp32 (or fp64); `expert_bias` `[E]` is added for the choice only, never
+    to the weights. With several groups, the `topk_groups` groups with the best sum of their two
+    best biased scores stay, the others count as -inf. The weights are the unbiased scores of the
+    chosen experts, divided by (their sum + 1e-20) if `renormalize`, times `scaling_factor`. Among
+    equal biased scores the lowest expert id wins, and among equal groups the lowest group.
+    """
+    _check(router_logits, expert_bias, num_experts_per_token, activation, num_groups, topk_groups)
+    if activation == "sigmoid":
+        scores = torch.sigmoid(router_logits)
+    else:
+        scores = torch.softmax(router_logits, dim=-1)
+    with torch.no_grad():
+        choice = scores if expert_bias is None else scores + expert_bias
+        if topk_groups < num_groups:
+            choice = _keep_groups(choice, num_groups, topk_groups)
+        expert_ids = _first_largest(choice, num_experts_per_token)
+    weights = scores.gather(-1, expert_ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + _SUM_EPS)
+    return Routing(scores.detach(), expert_ids, weights * scaling_factor)
+
+
+def _first_largest(values: Tensor, count: int) -> Tensor:
+    # topk promises no order among equals; a stable sort does.
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _keep_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
+    grouped = choice.unflatten(-1, (num_groups, -1))
+    group_score = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+    kept = _first_largest(group_score, topk_groups)
+    dropped = torch.ones_like(group_score, dtype=torch.bool).scatter_(-1, kept, False)
+    return grouped.masked_fill(dropped.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def _check(
+    router_logits: Tensor,
+    expert_bias: Tensor | None,
+    num_experts_per_token: int,
+    activation: str,
+    num_groups: int,
+    topk_groups: int,
+) -> None:
+    if router_logits.dim() != 2 or router_logits.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"route: router_logits is {router_logits.dtype} {list(router_logits.shape)}; "
+            "expected fp32 [T, E]"
+        )
+    num_experts = router_logits.shape[1]
+    if expert_bias is not None and (
+        expert_bias.shape != (num_experts,) or expert_bias.dtype != router_logits.dtype
+    ):
+        raise ValueError(
+            f"route: expert_bias is {expert_bias.dtype} {list(expert_bias.shape)}; "
+            f"it must be {router_logits.dtype} [{num_experts}], or choices among near ties change"
+        )
+    if activation not in ("sigmoid", "softmax"):
+        raise ValueError(f"route: activation={activation!r} must be 'sigmoid' or 'softmax'")
+    if num_groups < 1 or num_experts % num_groups != 0:
+        raise ValueError(f"route: num_groups={num_groups} must divide the {num_experts} experts")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"route: topk_groups={topk_groups} must be between 1 and {num_groups}")
+    kept = num_experts // num_groups * topk_groups
+    if not 1 <= num_experts_per_token <= kept:
+        raise ValueError(
+            f"route: num_experts_per_token={num_experts_per_token} must be between 1 and {kept}, "
+            "the experts left by the groups"
+        )
