@@ -1,6 +1,6 @@
 """Decayed products of all pairs of rows in a chunk, and their gradients, with bounded exponents.
 
-For rows j < r of a chunk the operator needs the sum over channels of a_r k_j exp(g_(j+1) + .. + g_r).
+For rows j < r of a chunk the operator needs sum over channels of a_r k_j exp(g_(j+1) + .. + g_r).
 The decay is split as row_r * col_j around an anchor, so that a tile of pairs is one product:
 
 - Two neighbouring blocks of n rows, anchor at the last row of the first: `row` is the decay since
@@ -23,8 +23,8 @@ def pair_products(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Strictly lower `Aqk`, `Akk` `[B, C, C]` and the chunk-wide factors `row`, `col` `[B, C, K]`.
 
-    `q`, `k`, `g` are `[B, C, K]`. `row` is the decay from the chunk's start through a row, `col` the
-    decay after a row until the chunk's end.
+    `q`, `k`, `g` are `[B, C, K]`. `row` is the decay from the chunk's start through a row, `col`
+    the decay after a row until the chunk's end.
     """
     num_chunks, chunk_size, _ = k.shape
     aqk = k.new_zeros(num_chunks, chunk_size, chunk_size)
