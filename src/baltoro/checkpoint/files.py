@@ -1,7 +1,7 @@
-"""A checkpoint directory on disk: what it holds, reading one tensor, writing it whole or not at all.
+"""A checkpoint directory on disk: what it holds, reading a tensor, writing it whole or not at all.
 
-Reading opens the safetensors headers first, so that a wrong directory or half a download is one clear
-line before anything is allocated; tensors then come one by one from one mapped file at a time.
+Reading looks at the safetensors headers first, so that a wrong directory or half a download is one
+clear line before anything is allocated; tensors then come one by one, one file mapped at a time.
 """
 
 import json
@@ -105,7 +105,7 @@ class CheckpointFiles:
         self._open: Any = None
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor `name` on the CPU. The file it lies in stays mapped until another is needed."""
+        """The tensor `name` on the CPU; its file stays mapped until another is needed."""
         file = self.stored[name].file
         if file != self._open_file:
             self._open = safe_open(self.directory / file, framework="pt", device="cpu")
@@ -241,7 +241,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry], *, metadata: Mapping
 
 @contextmanager
 def whole_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yields a temporary sibling of `target` that takes its place when the block ends without error.
+    """Yields a temporary sibling of `target`, which takes its place when the block ends well.
 
     On an error or interrupt the sibling is removed and `target` is as before. An existing `target`
     is replaced if it is empty or holds nothing but a checkpoint, otherwise only with `overwrite`;

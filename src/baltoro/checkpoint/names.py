@@ -81,9 +81,12 @@ class Layout:
 
     def with_formats(self, *, dtype: str, experts: str) -> "Layout":
         """The same spelling with other number formats."""
-        if (dtype, experts) == (self.dtype, self.experts):
-            return self
-        return dataclasses.replace(self, dtype=dtype, experts=experts, stored={})
+        stored = {
+            name: code
+            for name, code in self.stored.items()
+            if (experts == self.experts if ".experts." in name else dtype == self.dtype)
+        }
+        return dataclasses.replace(self, dtype=dtype, experts=experts, stored=stored)
 
 
 def is_fp32(name: str) -> bool:
@@ -243,7 +246,7 @@ def _layer(config: ModelConfig, layout: Layout, index: int) -> Iterator[ReleaseT
         a_log = f"{target}self_attn.A_log"
         form = layout.a_log.get(a_log) or default_a_log_shape(config, wrapped=layout.wrapped)
         yield _plain(layout, f"{head}self_attn.A_log", form, index, a_log, "a_log")
-    if config.moe is not None and config.is_moe(index):
+    if config.moe is not None and (is_mtp or config.is_moe(index)):
         yield from _moe(config, config.moe, layout, index, head, target)
     else:
         glu = _glu(size, config.intermediate_size)
