@@ -85,7 +85,8 @@ def _dispatch(args: list[str]) -> None:
         import tyro
 
         function = _with_positional(load_verb(args[0]))
-        tyro.cli(function, prog=f"baltoro {args[0]}", args=args[1:])
+        config = (tyro.conf.FlagCreatePairsOff,)
+        tyro.cli(function, prog=f"baltoro {args[0]}", args=args[1:], config=config)
     else:
         raise ValueError(f"{args[0]}: unknown verb; {nearest(args[0], VERBS)}")
 
