@@ -1,0 +1,1 @@
+"""Optimisation: Muon per head, AdamW, schedules, weight clip, router balancing."""

@@ -1,0 +1,315 @@
+"""Router balancing without gradients: the bias of every MoE layer after a step.
+
+Quantile Balancing jumps to the bias under which the step's tokens would have been spread evenly
+(report section 2.3.3, app. D; mathematics in `ops.quantile`). The sign rule of DeepSeek-V3 moves
+every bias by a fixed size and is here to compare with. Both use the new bias from the next step on,
+and count a token once.
+
+A balancer works on the model's own bias buffers, in place: build it after the model is on its
+device. It serves routers with one expert group; with more, the cutoffs it takes would not be the
+router's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from baltoro.ops.quantile import expert_loads, histogram_bias, margin_counts
+
+Phase = Literal["train", "recompute", "eval"]
+AllReduce = Callable[[Tensor], Tensor]
+
+
+def identity(counts: Tensor) -> Tensor:
+    """The all-reduce of a single process."""
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerBalance:
+    """What one layer's router did in the step that an update closed."""
+
+    loads: Tensor  # [E] int64 on the CPU, tokens per expert
+    num_tokens: int
+    bias_drift: float  # largest change of a bias by this update
+
+    @property
+    def max_vio(self) -> float:
+        """(largest load - mean) / mean; 0 is even, and without tokens."""
+        return max_vio(self.loads)
+
+    @property
+    def num_dead(self) -> int:
+        """Experts without a single token."""
+        return int((self.loads == 0).sum())
+
+
+def max_vio(loads: Tensor) -> float:
+    """MaxVio of `loads` `[E]`: (max - mean) / mean, 0 when all are zero."""
+    mean = float(loads.double().mean())
+    return float(loads.max()) / mean - 1.0 if mean > 0.0 else 0.0
+
+
+class StepCounts:
+    """The counts of a step for all layers, in one int32 buffer: one all-reduce serves them all."""
+
+    def __init__(self, biases: Mapping[str, Tensor], *, num_bins: int, top_k: int) -> None:
+        """Room for `num_bins` margin bins (0: loads only) of each layer of `biases`."""
+        if not biases:
+            raise ValueError("biases is empty: a model without MoE layers needs no balancer")
+        sizes = []
+        for layer, bias in biases.items():
+            if bias.dtype != torch.float32 or bias.ndim != 1:
+                raise ValueError(f"{layer}: bias is {bias.dtype} {list(bias.shape)}, not fp32 [E]")
+            if not 1 <= top_k < bias.shape[0]:
+                raise ValueError(
+                    f"num_experts_per_token={top_k}: must be between 1 and {bias.shape[0] - 1} "
+                    f"for {layer} with {bias.shape[0]} experts"
+                )
+            sizes.append(bias.shape[0] * (num_bins + 1) + 1)
+        device = next(iter(biases.values())).device
+        self.flat = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.histograms: dict[str, Tensor] = {}  # [E, B]
+        self.loads: dict[str, Tensor] = {}  # [E]
+        self.num_tokens: dict[str, Tensor] = {}  # []
+        for (layer, bias), part in zip(biases.items(), self.flat.split(sizes), strict=True):
+            num_experts = bias.shape[0]
+            histogram, loads, tokens = part.split([num_experts * num_bins, num_experts, 1])
+            self.histograms[layer] = histogram.view(num_experts, num_bins)
+            self.loads[layer] = loads
+            self.num_tokens[layer] = tokens[0]
+
+    def reduce(self, all_reduce: AllReduce) -> None:
+        """Sum over ranks; every rank calls it, with or without tokens of its own."""
+        self.flat.copy_(all_reduce(self.flat))
+
+    def report(self, drifts: Mapping[str, Tensor]) -> dict[str, LayerBalance]:
+        """Counts and the largest bias changes as plain numbers, in one transfer per kind."""
+        loads = torch.cat(list(self.loads.values())).cpu().long()
+        tokens = torch.stack(list(self.num_tokens.values())).tolist()
+        drift = torch.stack([drifts[layer] for layer in self.loads]).tolist()
+        parts = loads.split([len(part) for part in self.loads.values()])
+        return {
+            layer: LayerBalance(loads=part, num_tokens=count, bias_drift=change)
+            for layer, part, count, change in zip(self.loads, parts, tokens, drift, strict=True)
+        }
+
+
+class QuantileBalancer:
+    """Quantile Balancing over the micro-batches and ranks of a step."""
+
+    def __init__(
+        self,
+        biases: Mapping[str, Tensor],
+        *,
+        num_experts_per_token: int,
+        num_bins: int = 1000,
+        ema: float = 0.0,
+        all_reduce: AllReduce = identity,
+        impl: str = "torch",
+    ) -> None:
+        """`biases` maps a layer's name to its fp32 bias buffer `[E]`, which updates write.
+
+        `ema` is the weight of the old bias in the new one (0: the report's form). `all_reduce` sums
+        an int32 vector over the ranks that hold other tokens of the step.
+        """
+        if num_bins < 1:
+            raise ValueError(f"num_bins={num_bins}: must be at least 1")
+        if not 0.0 <= ema < 1.0:
+            raise ValueError(f"ema={ema}: must be in [0, 1)")
+        self.biases = dict(biases)
+        self.top_k = num_experts_per_token
+        self.ema = ema
+        self.all_reduce = all_reduce
+        self.impl = impl
+        self.counts = StepCounts(biases, num_bins=num_bins, top_k=num_experts_per_token)
+
+    @torch.no_grad()
+    def observe(
+        self, layer: str, scores: Tensor, *, phase: Phase, mask: Tensor | None = None
+    ) -> None:
+        """Count the router scores `[T, E]` of one micro-batch; `mask` `[T]` is False on padding.
+
+        Only `phase="train"` counts: a recomputed forward and an evaluation pass say so and change
+        nothing.
+        """
+        if not _is_counted(phase):
+            return
+        found = margin_counts(
+            scores,
+            _bias(self.biases, layer),
+            num_experts_per_token=self.top_k,
+            num_bins=self.counts.histograms[layer].shape[1],
+            mask=mask,
+            impl=self.impl,
+        )
+        self.counts.histograms[layer] += found.histogram
+        self.counts.loads[layer] += found.loads
+        self.counts.num_tokens[layer] += found.num_tokens
+
+    @torch.no_grad()
+    def update(self) -> dict[str, LayerBalance]:
+        """Set the next step's biases, forget the counts, and say what the step's loads were.
+
+        A layer that saw no token keeps its bias. Raises `ValueError` naming the layers whose scores
+        were NaN or outside [0, 1]; no bias is changed then.
+        """
+        counts = self.counts
+        counts.reduce(self.all_reduce)
+        missing = torch.stack(
+            [
+                (counts.num_tokens[layer] - histogram.sum(1)).sum()
+                for layer, histogram in counts.histograms.items()
+            ]
+        ).tolist()
+        bad = {
+            layer: count for layer, count in zip(counts.histograms, missing, strict=True) if count
+        }
+        if bad:
+            raise ValueError(
+                f"router scores were NaN or outside [0, 1], by layer: {bad}; "
+                "give scores before the bias, and stop on NaN"
+            )
+        drifts = {}
+        for layer, bias in self.biases.items():
+            new = histogram_bias(
+                counts.histograms[layer],
+                counts.num_tokens[layer],
+                bias,
+                num_experts_per_token=self.top_k,
+                impl=self.impl,
+            )
+            new = new.lerp(bias, self.ema)
+            drifts[layer] = (new - bias).abs().max()
+            bias.copy_(new)
+        report = counts.report(drifts)
+        counts.flat.zero_()
+        return report
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`bias.LAYER` fp32 `[E]` and `counts`, the open step's int32 counts; live tensors, not
+        copies.
+
+        The range of the histogram follows from the biases.
+        """
+        return _state(self.biases, self.counts)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave, bit for bit; raises `ValueError` if it does not fit."""
+        _load(self.state_dict(), state)
+
+
+class SignBalancer:
+    """The loss-free baseline (arXiv 2408.15664): b_j += u sign(mean load - load_j)."""
+
+    def __init__(
+        self,
+        biases: Mapping[str, Tensor],
+        *,
+        num_experts_per_token: int,
+        step_size: float = 1e-3,
+        is_centred: bool = False,
+        all_reduce: AllReduce = identity,
+    ) -> None:
+        """As `QuantileBalancer`; `is_centred` subtracts the mean sign (Moonlight's form).
+
+        `step_size` 0 leaves the biases alone and only counts loads, for a run with
+        `auxiliary_loss`.
+        """
+        if not step_size >= 0.0:
+            raise ValueError(f"step_size={step_size}: must not be negative")
+        self.biases = dict(biases)
+        self.top_k = num_experts_per_token
+        self.step_size = step_size
+        self.is_centred = is_centred
+        self.all_reduce = all_reduce
+        self.counts = StepCounts(biases, num_bins=0, top_k=num_experts_per_token)
+
+    @torch.no_grad()
+    def observe(
+        self, layer: str, scores: Tensor, *, phase: Phase, mask: Tensor | None = None
+    ) -> None:
+        """As `QuantileBalancer.observe`."""
+        if not _is_counted(phase):
+            return
+        bias = _bias(self.biases, layer)
+        loads = expert_loads(scores, bias, num_experts_per_token=self.top_k, mask=mask)
+        self.counts.loads[layer] += loads.int()
+        self.counts.num_tokens[layer] += len(scores) if mask is None else mask.sum().int()
+
+    @torch.no_grad()
+    def update(self) -> dict[str, LayerBalance]:
+        """As `QuantileBalancer.update`."""
+        self.counts.reduce(self.all_reduce)
+        drifts = {}
+        for layer, bias in self.biases.items():
+            loads = self.counts.loads[layer].double()
+            sign = (loads.mean() - loads).sign()
+            if self.is_centred:
+                sign = sign - sign.mean()
+            change = (self.step_size * sign).to(bias.dtype)
+            drifts[layer] = change.abs().max()
+            bias.add_(change)
+        report = self.counts.report(drifts)
+        self.counts.flat.zero_()
+        return report
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As `QuantileBalancer.state_dict`."""
+        return _state(self.biases, self.counts)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """As `QuantileBalancer.load_state_dict`."""
+        _load(self.state_dict(), state)
+
+
+def auxiliary_loss(
+    scores: Tensor, bias: Tensor, *, num_experts_per_token: int, mask: Tensor | None = None
+) -> Tensor:
+    """The load-balancing loss sum_j f_j P_j of one micro-batch, `[]`, at least about 1; the older
+    alternative.
+
+    f_j is expert j's share of the choices times E, P_j the mean of its scores after they are
+    normalised per token. `scores` `[T, E]` must carry gradient; f_j has none. The caller multiplies
+    by its coefficient (1e-3 is usual). Zero without tokens.
+    """
+    loads = expert_loads(
+        scores.detach(), bias, num_experts_per_token=num_experts_per_token, mask=mask
+    )
+    kept = scores if mask is None else scores[mask]
+    if kept.shape[0] == 0:
+        return kept.sum()
+    fractions = loads.to(kept.dtype) * (len(loads) / (len(kept) * num_experts_per_token))
+    return (fractions * (kept / kept.sum(1, keepdim=True)).mean(0)).sum()
+
+
+def _is_counted(phase: Phase) -> bool:
+    if phase not in get_args(Phase):
+        raise ValueError(f"phase={phase!r}: must be one of {', '.join(get_args(Phase))}")
+    return phase == "train"
+
+
+def _bias(biases: Mapping[str, Tensor], layer: str) -> Tensor:
+    if layer not in biases:
+        raise ValueError(f"layer={layer!r} is not balanced here; known are {', '.join(biases)}")
+    return biases[layer]
+
+
+def _state(biases: Mapping[str, Tensor], counts: StepCounts) -> dict[str, Tensor]:
+    return {"counts": counts.flat} | {f"bias.{layer}": bias for layer, bias in biases.items()}
+
+
+def _load(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    if own.keys() != state.keys():
+        raise ValueError(f"balancer state has {sorted(state)}, expected {sorted(own)}")
+    for key, value in state.items():
+        if value.shape != own[key].shape or value.dtype != own[key].dtype:
+            raise ValueError(
+                f"balancer state {key}: {value.dtype} {list(value.shape)}, expected "
+                f"{own[key].dtype} {list(own[key].shape)}"
+            )
+    for key, value in state.items():
+        own[key].copy_(value)

@@ -1,0 +1,103 @@
+"""Muon on matrix blocks: one Newton-Schulz per true matrix (per head for W_q, W_k, W_v).
+
+M <- mu M + G,   O = NewtonSchulz(G + mu M),   W <- (1 - lr lambda) W - lr 0.2 sqrt(max(rows, cols))
+O
+
+The factor makes the RMS of a full-rank update 0.2, the usual size of AdamW's, so one learning rate
+serves both (arXiv 2502.16982 section 2.2). It is taken from the block and not from the stored
+tensor: a head's block is smaller, and without its own factor its update would be too large. Blocks
+of one shape, or its transpose, from all parameters are stacked and orthogonalised together.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baltoro.ops.newton_schulz import newton_schulz
+from baltoro.optim.config import OptimConfig
+from baltoro.optim.structure import MatrixBlocks
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MuonBlocks:
+    """Equal matrices of one parameter, `[N, rows, cols]`; weight and momentum are views that are
+    written."""
+
+    weight: Tensor
+    momentum: Tensor
+    grad: Tensor
+
+
+def split(weight: Tensor, momentum: Tensor, grad: Tensor, blocks: MatrixBlocks) -> list[MuonBlocks]:
+    """The matrices of a parameter, its momentum and its gradient, all of one shape."""
+    return [
+        MuonBlocks(weight=w, momentum=m, grad=g)
+        for w, m, g in zip(
+            blocks.views(weight),
+            blocks.views(momentum),
+            blocks.views(grad.contiguous()),
+            strict=True,
+        )
+    ]
+
+
+def muon_step(entries: Sequence[MuonBlocks], *, lr: float, config: OptimConfig) -> None:
+    """Update weights and momenta of all `entries` in place."""
+    for stack in _stacks(entries, config.max_stack_elements):
+        momenta = [entry.momentum for entry in stack]
+        weights = [entry.weight for entry in stack]
+        grads = [entry.grad.to(entry.momentum.dtype) for entry in stack]
+        torch._foreach_mul_(momenta, config.momentum)
+        torch._foreach_add_(momenta, grads)
+        nesterov = torch._foreach_add(grads, momenta, alpha=config.momentum)
+        is_tall = [update.shape[1] > update.shape[2] for update in nesterov]
+        wide = [
+            update.mT if tall else update for update, tall in zip(nesterov, is_tall, strict=True)
+        ]
+        orthogonal = newton_schulz(
+            torch.cat(wide),
+            steps=config.newton_schulz_steps,
+            compute_dtype=_DTYPES[config.newton_schulz_dtype],
+            impl=config.newton_schulz_impl,
+        )
+        updates = [
+            update.mT if tall else update
+            for update, tall in zip(orthogonal.split([len(u) for u in wide]), is_tall, strict=True)
+        ]
+        scale = config.update_rms * math.sqrt(orthogonal.shape[2])
+        torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
+        torch._foreach_add_(weights, updates, alpha=-lr * scale)
+
+
+def _stacks(entries: Sequence[MuonBlocks], max_elements: int) -> Iterator[list[MuonBlocks]]:
+    """Entries of one shape up to transposition, in their order, at most `max_elements` at once."""
+    by_shape: dict[tuple[int, int, torch.dtype], list[MuonBlocks]] = {}
+    for entry in entries:
+        short, long = sorted(entry.weight.shape[1:])
+        for part in _pieces(entry, max_elements):
+            by_shape.setdefault((short, long, entry.weight.dtype), []).append(part)
+    for same in by_shape.values():
+        stack: list[MuonBlocks] = []
+        size = 0
+        for entry in same:
+            if stack and size + entry.weight.numel() > max_elements:
+                yield stack
+                stack, size = [], 0
+            stack.append(entry)
+            size += entry.weight.numel()
+        yield stack
+
+
+def _pieces(entry: MuonBlocks, max_elements: int) -> list[MuonBlocks]:
+    """An entry cut along N, since the experts of one layer may alone exceed the limit."""
+    count = max(1, max_elements // entry.weight[0].numel())
+    tensors = (entry.weight, entry.momentum, entry.grad)
+    return [
+        MuonBlocks(weight=w, momentum=m, grad=g)
+        for w, m, g in zip(*(tensor.split(count) for tensor in tensors), strict=True)
+    ]
