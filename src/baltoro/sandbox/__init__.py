@@ -1,0 +1,1 @@
+"""Run untrusted programs in machines that pause, snapshot, resume and fork."""

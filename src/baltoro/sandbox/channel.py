@@ -1,0 +1,306 @@
+"""The host's end of the agent's byte stream: commands, files, quiet before a snapshot.
+
+One reader task sorts frames by id (`guest/agent.c` lists them). A channel can be quieted, dropped
+and replaced by another one to the same agent, or to its copy in a branch: commands keep their
+ids, and `attach` continues to read one that was started before.
+"""
+
+import asyncio
+import errno
+import itertools
+import os
+import secrets
+import struct
+import time
+from collections.abc import AsyncIterator
+
+from baltoro.sandbox.protocol import (
+    MIB,
+    Command,
+    ExecResult,
+    ImageError,
+    LimitError,
+    Output,
+    SandboxError,
+)
+
+HEAD = struct.Struct("<IBI")
+PIECE_BYTES = 60000
+REPLY_TIMEOUT_S = 60.0
+DEFAULT_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "LANG": "C.UTF-8",
+}
+Frame = tuple[int, bytes]
+
+
+class Channel:
+    """Frames to and from one agent."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first_id: int = 1
+    ):
+        self._reader = reader
+        self._writer = writer
+        self._ids = itertools.count(first_id)
+        self._queues: dict[int, asyncio.Queue[Frame]] = {}
+        self._hello = asyncio.get_running_loop().create_future()
+        self.lost_reason: str | None = None
+        self._task = asyncio.create_task(self._sort())
+
+    @property
+    def next_id(self) -> int:
+        """The id a successor of this channel may begin with."""
+        value = next(self._ids)
+        self._ids = itertools.chain([value], self._ids)  # type: ignore[assignment]
+        return value
+
+    async def hello(self, timeout_s: float) -> None:
+        """Wait for a new agent's first frame. `SandboxError` if it does not come."""
+        try:
+            await asyncio.wait_for(asyncio.shield(self._hello), timeout_s)
+        except TimeoutError:
+            raise SandboxError(
+                f"the agent did not answer within {timeout_s} s of its start"
+            ) from None
+
+    async def send(self, kind: str, process_id: int, payload: bytes = b"") -> None:
+        """Write one frame."""
+        if self.lost_reason is not None:
+            raise SandboxError(f"the sandbox is gone: {self.lost_reason}")
+        self._writer.write(HEAD.pack(len(payload), ord(kind), process_id) + payload)
+        try:
+            await self._writer.drain()
+        except OSError as error:
+            raise SandboxError(f"the sandbox is gone: {error}") from error
+
+    def subscribe(self, process_id: int) -> asyncio.Queue[Frame]:
+        """The queue of frames for one id, made on first use."""
+        return self._queues.setdefault(process_id, asyncio.Queue())
+
+    def forget(self, process_id: int) -> None:
+        """Stop keeping frames for an id."""
+        self._queues.pop(process_id, None)
+
+    def new_id(self) -> int:
+        """A fresh id."""
+        return next(self._ids)
+
+    async def receive(self, queue: asyncio.Queue[Frame]) -> Frame:
+        """The next frame of a queue. `SandboxError` once the agent is gone and it is empty."""
+        if self.lost_reason is not None and queue.empty():
+            raise SandboxError(f"the sandbox is gone: {self.lost_reason}")
+        kind, payload = await queue.get()
+        if kind == ord("!"):
+            raise SandboxError(f"the sandbox is gone: {self.lost_reason}")
+        return kind, payload
+
+    async def quiet(self) -> None:
+        """Make the agent send nothing until `go_on`; on return the stream is empty."""
+        process_id = self.new_id()
+        queue = self.subscribe(process_id)
+        await self.send("Q", process_id)
+        await asyncio.wait_for(self.receive(queue), REPLY_TIMEOUT_S)
+        self.forget(process_id)
+
+    async def go_on(self) -> None:
+        """End `quiet`, in the agent or in its restored copy."""
+        await self.send("G", 0)
+
+    async def reseed(self) -> None:
+        """Mix host randomness into the guest, so that branches draw different numbers."""
+        process_id = self.new_id()
+        queue = self.subscribe(process_id)
+        await self.send("S", process_id, secrets.token_bytes(64))
+        await asyncio.wait_for(self.receive(queue), REPLY_TIMEOUT_S)
+        self.forget(process_id)
+
+    async def start(self, command: Command, max_output_bytes: int) -> "AgentProcess":
+        """Start a command. `ImageError` if it cannot be run, `LimitError` if too many run."""
+        flags = (1 if command.use_pty else 0) | 2
+        env = {**DEFAULT_ENV, **command.env}
+        words = [command.cwd, str(len(command.argv)), *command.argv]
+        words += [f"{key}={value}" for key, value in env.items()]
+        payload = bytes([flags]) + b"".join(word.encode() + b"\0" for word in words)
+        if len(payload) > MIB:
+            raise ValueError(f"command: {len(payload)} bytes of words, at most {MIB}")
+        process = AgentProcess(self, self.new_id(), command.timeout_s, max_output_bytes)
+        await self.send("X", process.id, payload)
+        if command.stdin is not None:
+            await process.write_stdin(command.stdin)
+            if command.stdin:
+                await process.write_stdin(b"")
+        return process
+
+    async def read(self, path: str, max_bytes: int) -> bytes:
+        """A file's bytes, read by the agent."""
+        process_id = self.new_id()
+        queue = self.subscribe(process_id)
+        await self.send("R", process_id, path.encode())
+        data = bytearray()
+        while True:
+            kind, payload = await self.receive(queue)
+            if kind == ord("E"):
+                break
+            if len(data) <= max_bytes:
+                data += payload
+        self.forget(process_id)
+        _raise_errno(payload, path)
+        if len(data) > max_bytes:
+            raise LimitError(f"read: {path!r} is longer than max_bytes={max_bytes}; raise it")
+        return bytes(data)
+
+    async def write(self, path: str, data: bytes, mode: int) -> None:
+        """Replace a file's bytes through the agent."""
+        process_id = self.new_id()
+        queue = self.subscribe(process_id)
+        await self.send("W", process_id, f"{mode:o}\0{path}".encode())
+        for start in range(0, len(data), PIECE_BYTES):
+            await self.send("D", process_id, data[start : start + PIECE_BYTES])
+        await self.send("D", process_id)
+        _, payload = await self.receive(queue)
+        self.forget(process_id)
+        _raise_errno(payload, path)
+
+    async def close(self) -> None:
+        """Let go of the stream; the agent goes on."""
+        self.lost_reason = self.lost_reason or "closed"
+        self._task.cancel()
+        self._writer.close()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._wake()
+
+    def _wake(self) -> None:
+        for queue in self._queues.values():
+            queue.put_nowait((ord("!"), b""))
+        if not self._hello.done():
+            self._hello.set_exception(SandboxError(f"the sandbox is gone: {self.lost_reason}"))
+            self._hello.exception()  # retrieved: nobody may be waiting
+
+    async def _sort(self) -> None:
+        try:
+            while True:
+                size, kind, process_id = HEAD.unpack(await self._reader.readexactly(HEAD.size))
+                if size > MIB:
+                    raise ValueError(f"a frame of {size} bytes")
+                payload = await self._reader.readexactly(size)
+                if kind == ord("h"):
+                    if not self._hello.done():
+                        self._hello.set_result(None)
+                elif process_id in self._queues:
+                    self._queues[process_id].put_nowait((kind, payload))
+        except (asyncio.IncompleteReadError, OSError, ValueError) as error:
+            self.lost_reason = self.lost_reason or f"its stream ended ({error})"
+            self._wake()
+
+
+class AgentProcess:
+    """A command run by the agent (`baltoro.sandbox.protocol.Process`)."""
+
+    def __init__(
+        self, channel: Channel, process_id: int, timeout_s: float | None, max_output_bytes: int
+    ):
+        self.id = process_id
+        self._channel = channel
+        self._queue = channel.subscribe(process_id)
+        self._start = time.monotonic()
+        self._deadline = None if timeout_s is None else self._start + timeout_s
+        self._timeout_s = timeout_s
+        self._room_bytes = max_output_bytes
+        self._max_output_bytes = max_output_bytes
+        self.exit_code: int | None = None
+
+    async def output(self) -> AsyncIterator[Output]:
+        while self.exit_code is None:
+            try:
+                left_s = None if self._deadline is None else self._deadline - time.monotonic()
+                kind, payload = await asyncio.wait_for(self._channel.receive(self._queue), left_s)
+            except TimeoutError:
+                await self._give_up()
+                raise LimitError(
+                    f"command {self.id}: still running after timeout_s={self._timeout_s}; killed"
+                ) from None
+            if kind == ord("Z"):
+                self.exit_code = _exit_code(payload)
+                self._channel.forget(self.id)
+            elif kind == ord("E"):
+                self._channel.forget(self.id)
+                self.exit_code = 127
+                _raise_start(payload)
+            else:
+                self._room_bytes -= len(payload)
+                if self._room_bytes < 0:
+                    await self._give_up()
+                    raise LimitError(
+                        f"command {self.id}: wrote more than max_output_bytes="
+                        f"{self._max_output_bytes}; killed"
+                    )
+                yield Output(stream="stdout" if kind == ord("O") else "stderr", data=payload)
+
+    async def write_stdin(self, data: bytes) -> None:
+        if not data:
+            await self._channel.send("I", self.id)
+        for start in range(0, len(data), PIECE_BYTES):
+            await self._channel.send("I", self.id, data[start : start + PIECE_BYTES])
+
+    async def kill(self, signal: int = 9) -> None:
+        await self._channel.send("K", self.id, struct.pack("<I", signal))
+
+    async def wait(self) -> ExecResult:
+        streams = {"stdout": bytearray(), "stderr": bytearray()}
+        async for piece in self.output():
+            streams[piece.stream] += piece.data
+        return ExecResult(
+            exit_code=self.exit_code if self.exit_code is not None else 255,
+            stdout=bytes(streams["stdout"]),
+            stderr=bytes(streams["stderr"]),
+            wall_s=time.monotonic() - self._start,
+        )
+
+    async def _give_up(self) -> None:
+        """Kill and drain until the agent confirms, so that nothing runs on after the error."""
+        await self.kill()
+        while True:
+            kind, _ = await asyncio.wait_for(self._channel.receive(self._queue), REPLY_TIMEOUT_S)
+            if kind in (ord("Z"), ord("E")):
+                self.exit_code = 137
+                self._channel.forget(self.id)
+                return
+
+
+def _exit_code(payload: bytes) -> int:
+    code = os.waitstatus_to_exitcode(struct.unpack("<I", payload)[0])
+    return code if code >= 0 else 128 - code
+
+
+def _raise_start(payload: bytes) -> None:
+    code = struct.unpack("<I", payload)[0]
+    if code in (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR):
+        raise ImageError(
+            f"cannot run the program: {os.strerror(code)}; the image lacks it, its interpreter or"
+            " the working directory"
+        )
+    raise LimitError(f"cannot start the command: {os.strerror(code)}")
+
+
+def _raise_errno(payload: bytes, path: str) -> None:
+    code = struct.unpack("<I", payload)[0]
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
+        raise LimitError(f"{path!r}: {os.strerror(code)}")
+    if code:
+        raise OSError(code, os.strerror(code), path)
+
+
+async def open_pipes(
+    read_fd: int, write_fd: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Streams over two pipe or FIFO ends, which they own from here on."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(limit=4 * MIB)
+    protocol = asyncio.StreamReaderProtocol(reader)
+    await loop.connect_read_pipe(lambda: protocol, os.fdopen(read_fd, "rb", buffering=0))
+    write_transport, write_protocol = await loop.connect_write_pipe(
+        asyncio.streams.FlowControlMixin, os.fdopen(write_fd, "wb", buffering=0)
+    )
+    return reader, asyncio.StreamWriter(write_transport, write_protocol, None, loop)

@@ -1,0 +1,175 @@
+"""Folders of sandboxes on the host: confined paths, sealed copies, merged overlay layers.
+
+`open_inside` walks one component at a time on open descriptors and follows links itself, as a
+chroot would: neither `..` nor a link, absolute or swapped in meanwhile, can name a file outside
+the root.
+"""
+
+import errno
+import os
+import shutil
+import stat
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+MAX_LINKS = 40
+OPAQUE = "trusted.overlay.opaque"
+
+
+def open_inside(root: Path, path: str, flags: int, mode: int = 0o644) -> int:
+    """Open `path` as if `root` were `/`; returns a descriptor the caller closes.
+
+    With `os.O_CREAT` missing folders are made. Raises `OSError` as `open` does; a special file is
+    refused with EINVAL before it is opened, since opening a FIFO would hang and a device would act.
+    """
+    if "\0" in path:
+        raise ValueError(f"path={path!r}: holds a NUL byte")
+    todo = [part for part in path.split("/") if part not in ("", ".")]
+    if not todo or path.endswith("/"):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    folders = [os.open(root, os.O_RDONLY | os.O_DIRECTORY)]
+    links = 0
+    try:
+        while todo:
+            part = todo.pop(0)
+            here = folders[-1]
+            if part == "..":
+                if len(folders) > 1:
+                    os.close(folders.pop())
+                continue
+            kind = _kind(part, here)
+            if kind == stat.S_IFLNK:
+                links += 1
+                if links > MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+                target = os.readlink(part, dir_fd=here)
+                if target.startswith("/"):
+                    while len(folders) > 1:
+                        os.close(folders.pop())
+                todo[:0] = [word for word in target.split("/") if word not in ("", ".")]
+                continue
+            if not todo:
+                if kind not in (None, stat.S_IFREG, stat.S_IFDIR):
+                    raise OSError(errno.EINVAL, "not a regular file", path)
+                return os.open(part, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=here)
+            if kind is None and flags & os.O_CREAT:
+                os.mkdir(part, 0o755, dir_fd=here)
+            flags_dir = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            folders.append(os.open(part, flags_dir, dir_fd=here))
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from None
+    finally:
+        for fd in folders:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A sealed copy of a writable layer."""
+
+    root: Path  # the copy; never written again
+    seen: dict[str, tuple[int, int, int]]  # of each source file: inode, change time, size
+    copied_bytes: int  # not shared with the previous copy
+
+
+def seal_tree(source: Path, target: Path, previous: Sealed | None = None) -> Sealed:
+    """Copy a writable layer, with owners, times, links, devices and xattrs.
+
+    Its users must be frozen meanwhile. A file unchanged since `previous` becomes a hard link to
+    that copy. Unchanged means: same inode, size and change time, which programs inside cannot
+    set.
+    """
+    sealed = Sealed(root=target, seen={}, copied_bytes=0)
+    copied = _seal_folder(source, target, "", previous, sealed.seen)
+    return replace(sealed, copied_bytes=copied)
+
+
+def merge_layers(layers: list[Path], target: Path) -> None:
+    """One overlay layer that shows what the stack shows, oldest first; files become hard links."""
+    target.mkdir(parents=True)
+    for layer in layers:
+        _merge_folder(layer, target)
+
+
+def is_whiteout(st: os.stat_result) -> bool:
+    """Whether an overlay entry says `deleted`."""
+    return stat.S_ISCHR(st.st_mode) and st.st_rdev == 0
+
+
+def _kind(name: str, dir_fd: int) -> int | None:
+    try:
+        return stat.S_IFMT(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return None
+
+
+def _seal_folder(
+    source: Path,
+    target: Path,
+    place: str,
+    previous: Sealed | None,
+    seen: dict[str, tuple[int, int, int]],
+) -> int:
+    copied = 0
+    target.mkdir(parents=True)
+    for name in os.listdir(source):
+        inner = f"{place}/{name}"
+        st = os.lstat(source / name)
+        if stat.S_ISDIR(st.st_mode):
+            copied += _seal_folder(source / name, target / name, inner, previous, seen)
+            continue
+        if stat.S_ISREG(st.st_mode):
+            seen[inner] = (st.st_ino, st.st_ctime_ns, st.st_size)
+            if previous is not None and previous.seen.get(inner) == seen[inner]:
+                os.link(f"{previous.root}{inner}", target / name)
+                continue
+            copied += st.st_size
+        _copy_entry(source / name, target / name, st)
+    _copy_metadata(source, target, os.lstat(source))
+    return copied
+
+
+def _copy_entry(source: Path, target: Path, st: os.stat_result) -> None:
+    if stat.S_ISSOCK(st.st_mode):
+        return  # a socket file means nothing without its process
+    if stat.S_ISLNK(st.st_mode):
+        os.symlink(os.readlink(source), target)
+    elif stat.S_ISREG(st.st_mode):
+        shutil.copyfile(source, target)
+    else:
+        os.mknod(target, st.st_mode, st.st_rdev)
+    _copy_metadata(source, target, st)
+
+
+def _copy_metadata(source: Path, target: Path, st: os.stat_result) -> None:
+    if os.geteuid() == 0:
+        os.chown(target, st.st_uid, st.st_gid, follow_symlinks=False)
+    if stat.S_ISLNK(st.st_mode):
+        return
+    os.chmod(target, stat.S_IMODE(st.st_mode))
+    if stat.S_ISREG(st.st_mode) or stat.S_ISDIR(st.st_mode):
+        for name in os.listxattr(source):
+            if not name.startswith("trusted.overlay.") or name == OPAQUE:
+                os.setxattr(target, name, os.getxattr(source, name))
+    os.utime(target, ns=(st.st_atime_ns, st.st_mtime_ns))
+
+
+def _merge_folder(layer: Path, target: Path) -> None:
+    for name in os.listdir(layer):
+        source, goal = layer / name, target / name
+        st = os.lstat(source)
+        is_folder = stat.S_ISDIR(st.st_mode)
+        has_old = os.path.lexists(goal)
+        is_opaque = is_folder and OPAQUE in os.listxattr(source)
+        if has_old and (not is_folder or is_opaque or not goal.is_dir() or goal.is_symlink()):
+            if goal.is_dir() and not goal.is_symlink():
+                shutil.rmtree(goal)
+            else:
+                goal.unlink()
+        if is_folder:
+            goal.mkdir(exist_ok=True)
+            _merge_folder(source, goal)
+            _copy_metadata(source, goal, st)
+        else:
+            os.link(source, goal, follow_symlinks=False)
