@@ -1,7 +1,7 @@
 """Configuration of the model: one frozen dataclass per part, zero-based layers, absent means off.
 
-The release's `config.json` is translated into these records by `baltoro.checkpoint.release`; the model
-never sees its key names. Nothing here imports torch.
+The release's `config.json` is translated into these records by `baltoro.checkpoint.release`; the
+model never sees its key names. Nothing here imports torch.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class ImplConfig:
     @classmethod
     def all(cls, impl: str) -> "ImplConfig":
         """Every operator on the same implementation, for example `reference`."""
-        return cls(**{field: impl for field in cls.__slots__})
+        return cls(**dict.fromkeys(cls.__slots__, impl))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,7 +137,10 @@ class MoeConfig:
         )
         kept = self.num_experts // groups * self.topk_groups
         _require(
-            k <= kept, "moe.num_experts_per_token", k, f"only {kept} experts survive group selection"
+            k <= kept,
+            "moe.num_experts_per_token",
+            k,
+            f"only {kept} experts survive group selection",
         )
         _require(self.layer_freq >= 1, "moe.layer_freq", self.layer_freq, "must be at least 1")
         _require(

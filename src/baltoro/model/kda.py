@@ -1,0 +1,138 @@
+"""Kimi Delta Attention as a token mixer (report section 2.1.1, eq. 1-7).
+
+    S_t = (I - beta k k') diag(exp g) S_{t-1} + beta k v'
+    o_t = S_t' q_t,   y = W_o [norm(o) * sigmoid(W_g x)]
+
+C = 3 * H * K, the channels of q, k and v side by side.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from baltoro.model.cache import Cache
+from baltoro.model.config import ModelConfig
+from baltoro.ops.kda import (
+    bounded_gate,
+    chunk_kda,
+    l2_normalize,
+    recurrent_kda,
+    softplus_gate,
+)
+from baltoro.ops.rms_norm import gated_rms_norm
+from baltoro.ops.short_conv import short_conv
+
+
+class ConvWeight(nn.Module):
+    """Taps of a depthwise causal convolution, `[C, 1, W]`, the last on the current token; fp32."""
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size))
+
+
+class HeadNorm(nn.Module):
+    """The weight `[V]` of the output norm, shared by all heads; fp32."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+
+
+class Kda(nn.Module):
+    """The KDA mixer of one layer."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        kda, size = config.kda, config.hidden_size
+        width = kda.num_heads * kda.head_dim
+        self.config = config
+        self.layer_idx = layer_idx
+        self.q_proj = nn.Linear(size, width, bias=False)
+        self.k_proj = nn.Linear(size, width, bias=False)
+        self.v_proj = nn.Linear(size, width, bias=False)
+        self.q_conv1d = ConvWeight(width, kda.conv_kernel_size)
+        self.k_conv1d = ConvWeight(width, kda.conv_kernel_size)
+        self.v_conv1d = ConvWeight(width, kda.conv_kernel_size)
+        self.f_a_proj = nn.Linear(size, kda.head_dim, bias=False)
+        self.f_b_proj = nn.Linear(kda.head_dim, width, bias=False)
+        self.b_proj = nn.Linear(size, kda.num_heads, bias=False)
+        self.A_log = nn.Parameter(torch.zeros(kda.num_heads))
+        self.dt_bias = nn.Parameter(torch.zeros(width))
+        if kda.use_full_rank_gate:
+            self.g_proj = nn.Linear(size, width, bias=False)
+        else:
+            self.g_a_proj = nn.Linear(size, kda.head_dim, bias=False)
+            self.g_b_proj = nn.Linear(kda.head_dim, width, bias=False)
+        self.o_norm = HeadNorm(kda.head_dim)
+        self.o_proj = nn.Linear(width, size, bias=False)
+
+    def forward(self, x_TD: Tensor, cu_seqlens: Tensor, cache: Cache | None = None) -> Tensor:
+        """`[T, D]` to `[T, D]`; with a cache its window and state are read and replaced."""
+        impl, kda = self.config.impl, self.config.kda
+        conv_state, state = (None, None) if cache is None else cache.kda_state(self.layer_idx)
+        q_THK, k_THK, v_THV, new_conv_state = self._qkv(x_TD, cu_seqlens, conv_state)
+        g_THK = self._log_decay(x_TD)
+        # fp32: beta enters a recurrence over the whole sequence
+        beta_TH = torch.sigmoid(self.b_proj(x_TD).to(g_THK.dtype))
+        if cache is not None and cache.form == "decode":
+            out = recurrent_kda(
+                q_THK,
+                k_THK,
+                v_THV,
+                g_THK,
+                beta_TH,
+                cu_seqlens=cu_seqlens,
+                initial_state=state,
+                impl=impl.kda,
+            )
+        else:
+            out = chunk_kda(
+                q_THK,
+                k_THK,
+                v_THV,
+                g_THK,
+                beta_TH,
+                cu_seqlens=cu_seqlens,
+                initial_state=state,
+                gate_lower_bound=kda.gate_lower_bound,
+                impl=impl.kda,
+            )
+        if cache is not None:
+            cache.store_kda_state(self.layer_idx, new_conv_state, out.final_state)
+        y_THV = gated_rms_norm(
+            out.o,
+            self.o_norm.weight,
+            self._out_gate(x_TD).view_as(out.o),
+            eps=self.config.rms_norm_eps,
+            impl=impl.rms_norm,
+        )
+        return self.o_proj(y_THV.flatten(1))
+
+    def _qkv(
+        self, x_TD: Tensor, cu_seqlens: Tensor, conv_state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        projected_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        mixed = short_conv(
+            projected_TC,
+            torch.cat([conv.weight for conv in convs]).squeeze(1),
+            cu_seqlens=cu_seqlens,
+            initial_state=conv_state,
+            impl=self.config.impl.short_conv,
+        )
+        heads, dim = self.config.kda.num_heads, self.config.kda.head_dim
+        q_THK, k_THK, v_THV = mixed.y.view(-1, 3, heads, dim).unbind(1)
+        q_THK = l2_normalize(q_THK, eps=1e-6) * dim**-0.5
+        return q_THK, l2_normalize(k_THK, eps=1e-6), v_THV, mixed.final_state
+
+    def _log_decay(self, x_TD: Tensor) -> Tensor:
+        kda = self.config.kda
+        logits_THK = self.f_b_proj(self.f_a_proj(x_TD)).view(-1, kda.num_heads, kda.head_dim)
+        if kda.gate_lower_bound is None:
+            return softplus_gate(logits_THK, self.A_log, self.dt_bias)
+        return bounded_gate(logits_THK, self.A_log, self.dt_bias, lower_bound=kda.gate_lower_bound)
+
+    def _out_gate(self, x_TD: Tensor) -> Tensor:
+        if self.config.kda.use_full_rank_gate:
+            return self.g_proj(x_TD)
+        return self.g_b_proj(self.g_a_proj(x_TD))

@@ -1,0 +1,105 @@
+"""One decoder layer: token mixer, channel mixer, and what stands between them.
+
+With attention residuals (report section 2.2, eq. 8-10) there is no residual stream. Each mixer
+reads a softmax mixture over the finished block sums and the running sum of its own block; its
+output is added to that running sum only. A block begins at every `attn_res_block_size`-th layer;
+the embedding is the first finished block. Without them the layer is pre-norm.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from baltoro.model.cache import Cache
+from baltoro.model.config import ModelConfig
+from baltoro.model.kda import Kda
+from baltoro.model.mla import Mla
+from baltoro.model.mlp import Mlp
+from baltoro.model.moe import Moe, MoeOutput
+from baltoro.model.norm import RmsNorm
+from baltoro.ops.attn_res import attn_res_mix
+
+
+class LayerOutput(NamedTuple):
+    """What a layer hands to the next one."""
+
+    partial_sum: Tensor  # [T, D]; the residual stream without attention residuals
+    blocks: tuple[Tensor, ...]  # finished block sums, each [T, D]
+    router_scores: Tensor | None  # [T, E] fp32; None from a dense layer
+
+
+class AttnRes(NamedTuple):
+    """The two vectors of one read; the release keeps them side by side, not in a module."""
+
+    norm: RmsNorm
+    proj: nn.Linear  # [1, D], the pseudo-query
+
+    def __call__(self, blocks: tuple[Tensor, ...], partial_sum: Tensor, impl: str) -> Tensor:
+        """The mixture `[T, D]` of all sources; with no finished block it is `partial_sum`."""
+        return attn_res_mix(
+            (*blocks, partial_sum),
+            self.norm.weight,
+            self.proj.weight.squeeze(0),
+            eps=self.norm.eps,
+            impl=impl,
+        )
+
+
+class Layer(nn.Module):
+    """Decoder layer `layer_idx`, zero-based."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        norm = {"eps": config.rms_norm_eps, "impl": config.impl.rms_norm}
+        self.impl = config.impl.attn_res
+        block_size = config.attn_res_block_size
+        self.use_attn_res = block_size is not None
+        self.starts_block = block_size is not None and layer_idx % block_size == 0
+        self.input_layernorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        mixer = Kda if config.mixers[layer_idx] == "kda" else Mla
+        self.self_attn = mixer(config, layer_idx)
+        self.post_attention_layernorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        if config.is_moe(layer_idx):
+            assert config.moe is not None
+            self.block_sparse_moe = Moe(config, config.moe)
+        else:
+            self.mlp = Mlp(config, config.intermediate_size)
+        if self.use_attn_res:
+            self.self_attention_res_norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+            self.self_attention_res_proj = nn.Linear(size, 1, bias=False)
+            self.mlp_res_norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+            self.mlp_res_proj = nn.Linear(size, 1, bias=False)
+        self.is_moe = config.is_moe(layer_idx)
+
+    def forward(
+        self,
+        partial_sum: Tensor,
+        blocks: tuple[Tensor, ...],
+        cu_seqlens: Tensor,
+        cache: Cache | None = None,
+    ) -> LayerOutput:
+        """`[T, D]` and the finished blocks to the next `[T, D]` and blocks."""
+        if not self.use_attn_res:
+            x_TD = partial_sum
+            x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cu_seqlens, cache)
+            y_TD, scores = self._channel_mix(self.post_attention_layernorm(x_TD))
+            return LayerOutput(x_TD + y_TD, blocks, scores)
+        read = AttnRes(self.self_attention_res_norm, self.self_attention_res_proj)
+        mixed_TD = read(blocks, partial_sum, self.impl)
+        y_TD = self.self_attn(self.input_layernorm(mixed_TD), cu_seqlens, cache)
+        if self.starts_block:
+            # after the read, before the write: the channel mixer already sees the finished block
+            blocks, partial_sum = (*blocks, partial_sum), y_TD
+        else:
+            partial_sum = partial_sum + y_TD
+        read = AttnRes(self.mlp_res_norm, self.mlp_res_proj)
+        mixed_TD = read(blocks, partial_sum, self.impl)
+        y_TD, scores = self._channel_mix(self.post_attention_layernorm(mixed_TD))
+        return LayerOutput(partial_sum + y_TD, blocks, scores)
+
+    def _channel_mix(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self.is_moe:
+            return self.mlp(x_TD), None
+        out: MoeOutput = self.block_sparse_moe(x_TD)
+        return out.y, out.scores

@@ -1,0 +1,114 @@
+"""Gated multi-head latent attention without positions (report section 2.1.2).
+
+Keys and values are read from one latent per token. `forward` expands it (training, prefill) or,
+for decode, folds the expansion into query and output and attends over the latents themselves.
+
+K is the query-key width (nope and shared part), L the longest cached sequence, R the cached row.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from baltoro.model.cache import Cache
+from baltoro.model.config import ModelConfig
+from baltoro.model.norm import RmsNorm
+from baltoro.ops.mla import latent_attention, varlen_attention
+
+
+class Mla(nn.Module):
+    """The MLA mixer of one layer."""
+
+    def __init__(self, config: ModelConfig, layer_idx: int) -> None:
+        super().__init__()
+        mla, size = config.mla, config.hidden_size
+        self.config = config
+        self.layer_idx = layer_idx
+        norm = {"eps": mla.latent_norm_eps, "impl": config.impl.rms_norm}
+        if mla.q_lora_rank is None:
+            self.q_proj = nn.Linear(size, mla.num_heads * mla.qk_head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(size, mla.q_lora_rank, bias=False)
+            self.q_a_layernorm = RmsNorm(mla.q_lora_rank, **norm)  # type: ignore[arg-type]
+            self.q_b_proj = nn.Linear(mla.q_lora_rank, mla.num_heads * mla.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(size, mla.kv_latent_dim, bias=False)
+        self.kv_a_layernorm = RmsNorm(mla.kv_lora_rank, **norm)  # type: ignore[arg-type]
+        self.kv_b_proj = nn.Linear(
+            mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False
+        )
+        if mla.use_output_gate:
+            self.g_proj = nn.Linear(size, mla.num_heads * mla.v_head_dim, bias=False)
+        self.o_proj = nn.Linear(mla.num_heads * mla.v_head_dim, size, bias=False)
+
+    def forward(self, x_TD: Tensor, cu_seqlens: Tensor, cache: Cache | None = None) -> Tensor:
+        """`[T, D]` to `[T, D]`; with a cache the new latents are appended and all are attended."""
+        q_THK, kv_TR = self._query(x_TD), self._latent(x_TD)
+        if cache is None:
+            y_THV = self._expanded(q_THK, kv_TR, cu_seqlens, cu_seqlens)
+        else:
+            cache.append_kv(self.layer_idx, kv_TR, cu_seqlens)
+            if cache.form == "decode":
+                y_THV = self._absorbed(q_THK, *cache.kv_padded(self.layer_idx))
+            else:
+                kv_SR, cu_seqlens_k = cache.kv_packed(self.layer_idx)
+                y_THV = self._expanded(q_THK, kv_SR, cu_seqlens, cu_seqlens_k)
+        y_TC = y_THV.flatten(1)
+        if self.config.mla.use_output_gate:
+            y_TC = y_TC * torch.sigmoid(self.g_proj(x_TD))
+        return self.o_proj(y_TC)
+
+    def _query(self, x_TD: Tensor) -> Tensor:
+        mla = self.config.mla
+        if mla.q_lora_rank is None:
+            q_TC = self.q_proj(x_TD)
+        else:
+            q_TC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+        return q_TC.view(-1, mla.num_heads, mla.qk_head_dim)
+
+    def _latent(self, x_TD: Tensor) -> Tensor:
+        """The row to cache: normalised latent, then the raw shared key."""
+        mla = self.config.mla
+        latent_TR, shared_TR = self.kv_a_proj_with_mqa(x_TD).split(
+            [mla.kv_lora_rank, mla.qk_rope_head_dim], -1
+        )
+        return torch.cat([self.kv_a_layernorm(latent_TR), shared_TR], -1)
+
+    def _expanded(
+        self, q_THK: Tensor, kv_SR: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+    ) -> Tensor:
+        mla = self.config.mla
+        latent_SR, shared_SR = kv_SR.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
+        nope_SHK, v_SHV = (
+            self.kv_b_proj(latent_SR)
+            .view(-1, mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim)
+            .split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
+        )
+        k_SHK = torch.cat([nope_SHK, shared_SR[:, None].expand(-1, mla.num_heads, -1)], -1)
+        return varlen_attention(
+            q_THK,
+            k_SHK,
+            v_SHV,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            causal=True,
+            scale=mla.qk_head_dim**-0.5,
+            impl=self.config.impl.attention,
+        )
+
+    def _absorbed(self, q_NHK: Tensor, kv_NLR: Tensor, seq_lens_N: Tensor) -> Tensor:
+        mla = self.config.mla
+        nope_NHK, shared_NHK = q_NHK.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
+        up_k_HKR, up_v_HVR = self.kv_b_proj.weight.view(
+            mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank
+        ).split([mla.qk_nope_head_dim, mla.v_head_dim], 1)
+        q_NHR = torch.cat(
+            [torch.bmm(nope_NHK.transpose(0, 1), up_k_HKR).transpose(0, 1), shared_NHK], -1
+        )
+        out_NHR = latent_attention(
+            q_NHR,
+            kv_NLR,
+            seq_lens_N,
+            kv_lora_rank=mla.kv_lora_rank,
+            scale=mla.qk_head_dim**-0.5,
+            impl=self.config.impl.attention,
+        )
+        return torch.bmm(out_NHR.transpose(0, 1), up_v_HVR.transpose(1, 2)).transpose(0, 1)

@@ -1,0 +1,34 @@
+"""The dense gated MLP: layer 0 of the release, and the shared experts of every MoE layer."""
+
+from torch import Tensor, nn
+
+from baltoro.model.config import ModelConfig
+from baltoro.ops.situ import situ_glu, swiglu
+
+
+class Mlp(nn.Module):
+    """down(SiTU-GLU(gate x, up x)), or SwiGLU for Kimi Linear (report eq. 12)."""
+
+    def __init__(self, config: ModelConfig, intermediate_size: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.config = config
+        self.gate_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """`[T, D]` to `[T, D]`."""
+        gate_TF, up_TF = self.gate_proj(x_TD), self.up_proj(x_TD)
+        config = self.config
+        if config.activation == "silu":
+            return self.down_proj(swiglu(gate_TF, up_TF, impl=config.impl.situ))
+        return self.down_proj(
+            situ_glu(
+                gate_TF,
+                up_TF,
+                beta=config.situ_beta,
+                linear_beta=config.situ_linear_beta,
+                impl=config.impl.situ,
+            )
+        )

@@ -1,0 +1,153 @@
+"""K3: embedding, layers, last mixture, norm and head, on packed tokens.
+
+Written for one device. Tokens of N sequences stand one after another in `[T]`; `cu_seqlens` says
+where each begins. There is no batch axis, no padding and no position anywhere below.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from baltoro.model.cache import Cache
+from baltoro.model.config import ModelConfig
+from baltoro.model.init import init_weights
+from baltoro.model.layer import AttnRes, Layer, LayerOutput
+from baltoro.model.mtp import MtpLayer, MtpOutput
+from baltoro.model.norm import RmsNorm
+from baltoro.model.vision import Projector, VisionTower, check_grids
+
+# fp32 on disk and in memory whatever the model's dtype (release; `k3-facts` 3.9)
+FP32_SUFFIXES = ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "expert_bias")
+
+
+class ModelOutput(NamedTuple):
+    """What a forward pass returns."""
+
+    hidden: Tensor  # [T, D], normed, for the head
+    mixture: Tensor  # [T, D], before the final norm, for the MTP layer
+    router_scores: tuple[Tensor, ...]  # [T, E] fp32 per MoE layer, while training; else empty
+
+
+class Model(nn.Module):
+    """A K3- or Kimi-Linear-shaped model; parameter names are the release's.
+
+    `tokenizer`, `processor` and `release` are set by `baltoro.load` when the checkpoint has them.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokenizer: Any = None
+        self.processor: Any = None
+        self.release: Any = None
+        size = config.hidden_size
+        norm = {"eps": config.rms_norm_eps, "impl": config.impl.rms_norm}
+        self.embed_tokens = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        if config.attn_res_block_size is not None:
+            self.output_attn_res_norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+            self.output_attn_res_proj = nn.Linear(size, 1, bias=False)
+        self.norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
+        if config.num_mtp_layers:
+            self.mtp_layers = nn.ModuleList(
+                MtpLayer(config, i) for i in range(config.num_mtp_layers)
+            )
+        if config.vision is not None:
+            self.vision_tower = VisionTower(config.vision, config.impl.attention)
+            self.mm_projector = Projector(config.vision, size)
+        if not self.embed_tokens.weight.is_meta:
+            init_weights(self)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cu_seqlens: Tensor,
+        cache: Cache | None = None,
+        image_features: Tensor | None = None,
+        recompute: bool = False,
+    ) -> ModelOutput:
+        """Tokens `[T]` int64 of sequences `cu_seqlens` `[N + 1]` int32 to hidden states.
+
+        `image_features` `[rows, D]` replace the placeholder tokens in order. With a cache the
+        tokens continue its sequences. `recompute` keeps only each layer's input and runs the layer
+        again in the backward pass.
+        """
+        partial_sum = self.embed(tokens, image_features)
+        blocks: tuple[Tensor, ...] = ()
+        scores: list[Tensor] = []
+        for layer in self.layers:
+            args = (partial_sum, blocks, cu_seqlens, cache)
+            out: LayerOutput = (
+                checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
+            )
+            partial_sum, blocks = out.partial_sum, out.blocks
+            if self.training and out.router_scores is not None:
+                scores.append(out.router_scores)
+        mixture_TD = partial_sum
+        if self.config.attn_res_block_size is not None:
+            read = AttnRes(self.output_attn_res_norm, self.output_attn_res_proj)
+            mixture_TD = read(blocks, partial_sum, self.config.impl.attn_res)
+        return ModelOutput(self.norm(mixture_TD), mixture_TD, tuple(scores))
+
+    def embed(self, tokens: Tensor, image_features: Tensor | None = None) -> Tensor:
+        """Token embeddings `[T, D]`, image rows in place of the placeholders.
+
+        Raises `ValueError` when the number of placeholders and of rows differ.
+        """
+        x_TD = self.embed_tokens(tokens)
+        vision = self.config.vision
+        if vision is None:
+            if image_features is not None:
+                raise ValueError(
+                    "image_features: this model has no vision tower (config.vision is None)"
+                )
+            return x_TD
+        if image_features is None:
+            return x_TD
+        (places,) = torch.where(tokens == vision.placeholder_token_id)
+        if len(places) != image_features.shape[0]:
+            raise ValueError(
+                f"image_features: {image_features.shape[0]} rows for {len(places)} placeholder "
+                f"tokens (id {vision.placeholder_token_id}); expand each image to its rows first"
+            )
+        return x_TD.index_put((places,), image_features.to(x_TD.dtype))
+
+    def encode_images(self, pixel_values: Tensor, grid_thws: Tensor) -> Tensor:
+        """Patches `[I, 3, P, P]` of media grids `[G, 3]` to rows `[rows, D]`.
+
+        Raises `ValueError` if the model has no vision tower or the grids do not fit the patches.
+        """
+        vision = self.config.vision
+        if vision is None:
+            raise ValueError("pixel_values: this model has no vision tower (vision is None)")
+        grids = check_grids(pixel_values, grid_thws, vision)
+        return self.mm_projector(self.vision_tower(pixel_values, grids))
+
+    def predict_next(
+        self,
+        next_tokens: Tensor,
+        mixture: Tensor,
+        cu_seqlens: Tensor,
+        cache: Cache | None = None,
+        mtp_idx: int = 0,
+    ) -> MtpOutput:
+        """Run MTP layer `mtp_idx`: `next_tokens[t]` follows the token behind `mixture[t]`.
+
+        Raises `ValueError` when the model has no such layer.
+        """
+        if mtp_idx >= self.config.num_mtp_layers:
+            raise ValueError(
+                f"mtp_idx={mtp_idx}: the model has {self.config.num_mtp_layers} MTP layers"
+            )
+        layer = self.mtp_layers[mtp_idx]
+        return layer(self.embed(next_tokens), mixture, cu_seqlens, cache)
+
+    def cast(self, dtype: torch.dtype) -> "Model":
+        """Cast in place to `dtype`, leaving the tensors that the release keeps in fp32."""
+        for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+            if tensor.is_floating_point() and not name.endswith(FP32_SUFFIXES):
+                tensor.data = tensor.data.to(dtype)
+        return self
