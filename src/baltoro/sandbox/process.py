@@ -43,6 +43,7 @@ from baltoro.sandbox.tree import Sealed, open_inside, seal_tree
 
 MARK = "BALTORO_SANDBOX"
 VERSION = "1"
+QUIET_SCANS = 3
 
 
 class ProcessSandbox:
@@ -302,8 +303,12 @@ def _marked(sandbox_id: str) -> list[int]:
 
 
 def _kill_marked(sandbox_id: str) -> None:
-    while pids := [pid for pid in _marked(sandbox_id) if pid != os.getpid()]:
+    """Kill until nothing marked is seen for a while: a program just being executed shows no mark."""
+    quiet_scans = 0
+    while quiet_scans < QUIET_SCANS:
+        pids = [pid for pid in _marked(sandbox_id) if pid != os.getpid()]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        quiet_scans = 0 if pids else quiet_scans + 1
         time.sleep(0.005)
