@@ -1,8 +1,8 @@
 """Arguments of a tool call as XTML holds them: one (key, type, text) each, or a raw JSON block.
 
-Two revisions of the official encoder differ in how they read an `arguments` string: A parses it and
-serialises every value again; B cuts it one level deep and keeps the client's own text of every value
-that is not a string.
+Two revisions of the official encoder differ in how they read an `arguments` string: A parses it
+and serialises every value again; B cuts it one level deep and keeps the client's own text of every
+value that is not a string.
 """
 
 import json

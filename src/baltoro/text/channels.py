@@ -252,7 +252,7 @@ class TextParser(_Parser):
 
 
 class IdParser(_Parser):
-    """Parses token ids that come in pieces; stop tokens end the message, other specials count not."""
+    """Parses token ids that come in pieces. Stop tokens end it; other special ones are skipped."""
 
     def __init__(
         self, tokenizer: Tokenizer, *, thinking: bool = True, tools_declared: bool = True

@@ -92,6 +92,8 @@ _BARE_NAMES = ("think", "response", "tools")
 _ATTRIBUTED_NAMES = ("message", "call", "argument", "json")
 _NAMES = (*_BARE_NAMES, *_ATTRIBUTED_NAMES)
 
+_MAX_HEADER = 65_536  # characters; what runs on without a marker is no header
+
 _AT_MARKERS = re.compile("(" + "|".join(re.escape(marker) for marker in MARKERS) + ")")
 _MAX_PARTIAL = max(len(marker) for marker in MARKERS) - 1
 # A name is whole where no longer word goes on: in `think.` and `thinkSo`, not in `thinking`.
@@ -110,6 +112,8 @@ def _partial_marker(text: str) -> int:
 
 def _may_be_header(marker: str, header: str) -> bool:
     """Whether more text may still make `header` that of a known tag, or belong to it."""
+    if len(header) > _MAX_HEADER:
+        return False
     header = header.lstrip()
     for name in _NAMES:
         if name.startswith(header):

@@ -1,0 +1,106 @@
+"""A conversation with pictures to what the model takes: token ids, patches, grids."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from baltoro.text.arguments import Revision
+from baltoro.text.images import CONFIG_FILE, ImageProcessor
+from baltoro.text.messages import MessageError, image_parts
+from baltoro.text.pictures import open_picture
+from baltoro.text.tokenizer import Tokenizer, load_tokenizer
+from baltoro.text.xtml import render
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model takes."""
+
+    ids: list[int]
+    pixel_values: np.ndarray | None = None  # float32 [I, 3, 14, 14]; None without pictures
+    grid_thws: np.ndarray | None = None  # int64 [number of pictures, 3]
+
+
+class Processor:
+    """A tokenizer and, for models that see, an image processor."""
+
+    def __init__(self, tokenizer: Tokenizer, images: ImageProcessor | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.images = images
+
+    @classmethod
+    def load(cls, directory: Path | str) -> "Processor":
+        """From a checkpoint directory; without `preprocessor_config.json` it takes no pictures.
+
+        Raises `ValueError` naming the file that is missing or wrong.
+        """
+        has_images = (Path(directory) / CONFIG_FILE).is_file()
+        images = ImageProcessor.load(directory) if has_images else None
+        return cls(load_tokenizer(directory), images)
+
+    def prompt(
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        *,
+        revision: Revision = "B",
+        thinking: bool = True,
+        thinking_effort: str | None = "max",
+        add_generation_prompt: bool = True,
+        tool_choice: Any = None,
+        response_format: Any = None,
+        response_schema: Any = None,
+        expands_pads: bool = True,
+    ) -> Prompt:
+        """The prompt of a conversation; options as for `xtml.render`, the effort as the release.
+
+        Pictures stand in content parts of any role, `{"type": "image", "image": …}` or
+        `{"type": "image_url", "image_url": {"url": …}}`, with whatever `open_picture` reads. A
+        placeholder spelled out in a text stays text.
+
+        expands_pads: one pad per token of the picture, as the model takes it; else a single pad,
+            as the release's own processor writes.
+
+        Raises `ValueError` for messages, options or pictures that cannot be used.
+        """
+        pictures = [open_picture(_picture_in(part)) for part in image_parts(messages)]
+        images = self.images
+        if pictures and images is None:
+            raise MessageError(
+                f"{len(pictures)} images in the messages: this model reads text only"
+            )
+        prompts = []
+        for picture in pictures:
+            assert images is not None
+            num_pads = images.num_tokens(*picture.size) if expands_pads else 1
+            prompts.append(images.image_prompt(*picture.size, num_pads))
+        segments = render(
+            messages,
+            tools,
+            revision=revision,
+            thinking=thinking,
+            thinking_effort=thinking_effort,
+            add_generation_prompt=add_generation_prompt,
+            tool_choice=tool_choice,
+            response_format=response_format,
+            response_schema=response_schema,
+            image_prompts=prompts,
+            literal_placeholders=False,
+        )
+        ids = self.tokenizer.encode_segments(segments)
+        if images is None or not pictures:
+            return Prompt(ids)
+        return Prompt(ids, *images.process(pictures))
+
+
+def _picture_in(part: Mapping[str, Any]) -> Any:
+    kind = part["type"]
+    value = part.get(kind)
+    if isinstance(value, Mapping):
+        value = value.get("url")
+    if value is None:
+        raise MessageError(f"image part with {sorted(part)}: lacks its {kind!r}")
+    return value
