@@ -303,7 +303,7 @@ def _marked(sandbox_id: str) -> list[int]:
 
 
 def _kill_marked(sandbox_id: str) -> None:
-    """Kill until nothing marked is seen for a while: a program just being executed shows no mark."""
+    """Kill until scans stay empty: a program just being executed shows no mark."""
     quiet_scans = 0
     while quiet_scans < QUIET_SCANS:
         pids = [pid for pid in _marked(sandbox_id) if pid != os.getpid()]
