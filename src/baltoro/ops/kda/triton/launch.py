@@ -243,7 +243,7 @@ def input_gradients(
             dq, dk, dg, dbeta, parts[0], parts[1],
             K**-0.5 if gate.normalize else 1.0, gate.lower_bound, H,
             K=K, V=V, BK=tile, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
-            PRECISION=precision(q.dtype), DIAGONAL_PRECISION=precision(q.dtype),
+            PRECISION=precision(q.dtype),
             num_warps=shapes.gradients.warps, num_stages=shapes.gradients.stages,
         )  # fmt: skip
     if not from_logits:
