@@ -169,6 +169,7 @@ class QuantileBalancer:
             layer: count for layer, count in zip(counts.histograms, missing, strict=True) if count
         }
         if bad:
+            self.discard()
             raise ValueError(
                 f"router scores were NaN or outside [0, 1], by layer: {bad}; "
                 "give scores before the bias, and stop on NaN"
@@ -186,8 +187,12 @@ class QuantileBalancer:
             drifts[layer] = (new - bias).abs().max()
             bias.copy_(new)
         report = counts.report(drifts)
-        counts.flat.zero_()
+        self.discard()
         return report
+
+    def discard(self) -> None:
+        """Forget the open step's counts and keep the biases; for a step that is skipped."""
+        self.counts.flat.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """`bias.LAYER` fp32 `[E]` and `counts`, the open step's int32 counts; live tensors, not
@@ -254,8 +259,12 @@ class SignBalancer:
             drifts[layer] = change.abs().max()
             bias.add_(change)
         report = self.counts.report(drifts)
-        self.counts.flat.zero_()
+        self.discard()
         return report
+
+    def discard(self) -> None:
+        """As `QuantileBalancer.discard`."""
+        self.counts.flat.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """As `QuantileBalancer.state_dict`."""
