@@ -51,7 +51,10 @@ def order_tool_results(messages: Sequence[Any]) -> list[Any]:
     the last assistant turn. A run that matches whole is sorted into call order, and the function
     name of each call overwrites `tool` (and `name`, where there is one); any other run stays as it
     came. Duplicate call ids: the first counts. Nothing is mutated; a second pass changes nothing.
+    Raises `MessageTypeError` if `messages` is no list.
     """
+    if not isinstance(messages, (list, tuple)):
+        raise MessageTypeError(f"messages={messages!r}: must be a list of dicts")
     ordered: list[Any] = []
     run: list[Any] = []
     calls: dict[str, tuple[int, Any]] = {}

@@ -68,15 +68,15 @@ class Processor:
         """
         pictures = [open_picture(_picture_in(part)) for part in image_parts(messages)]
         images = self.images
-        if pictures and images is None:
+        prompts: list[str] = []
+        if images is not None:
+            for width, height in (picture.size for picture in pictures):
+                num_pads = images.num_tokens(width, height) if expands_pads else 1
+                prompts.append(images.image_prompt(width, height, num_pads))
+        elif pictures:
             raise MessageError(
-                f"{len(pictures)} images in the messages: this model reads text only"
+                f"{len(pictures)} images in the messages: this model takes only text"
             )
-        prompts = []
-        for picture in pictures:
-            assert images is not None
-            num_pads = images.num_tokens(*picture.size) if expands_pads else 1
-            prompts.append(images.image_prompt(*picture.size, num_pads))
         segments = render(
             messages,
             tools,

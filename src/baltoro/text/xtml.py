@@ -200,8 +200,6 @@ class _Conversation:
         self._num_results = 0
 
     def render(self, messages: Sequence[Any]) -> None:
-        if not isinstance(messages, (list, tuple)):
-            raise MessageTypeError(f"messages={messages!r}: must be a list of dicts")
         renderers = {
             "system": self._system,
             "user": self._user,
