@@ -1,0 +1,135 @@
+"""One sandbox's control group: its limits, its freezer, and an end that no process escapes.
+
+Knows the split hierarchies (v1: memory, pids, cpu, freezer) and the unified one (v2). Root only; an
+ordinary user gets no group and the driver's docstring says which limits then do not hold.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from baltoro.sandbox.protocol import Limits, SandboxError
+
+MOUNT = Path("/sys/fs/cgroup")
+PARENT = "baltoro"
+PERIOD_US = 100_000
+SPLIT = ("memory", "pids", "cpu", "freezer")
+END_TIMEOUT_S = 10.0
+
+
+class Cgroup:
+    """A group below `/sys/fs/cgroup/.../baltoro/`, made by `open` or found again by its name."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.is_unified = (MOUNT / "cgroup.controllers").exists()
+        if self.is_unified:
+            self.folders = {"": MOUNT / PARENT / name}
+        else:
+            kinds = [kind for kind in SPLIT if (MOUNT / kind).is_dir()]
+            self.folders = {kind: MOUNT / kind / PARENT / name for kind in kinds}
+
+    def open(self, limits: Limits) -> None:
+        """Make it with these limits."""
+        if self.is_unified and not (MOUNT / PARENT).exists():
+            (MOUNT / PARENT).mkdir()
+            for folder in (MOUNT, MOUNT / PARENT):
+                (folder / "cgroup.subtree_control").write_text("+cpu +memory +pids")
+        for folder in self.folders.values():
+            folder.mkdir(parents=True, exist_ok=True)
+        quota_us = int(limits.cpus * PERIOD_US)
+        if self.is_unified:
+            self._set("", "memory.max", limits.memory_bytes)
+            self._set("", "pids.max", limits.max_processes)
+            self._set("", "cpu.max", f"{quota_us} {PERIOD_US}")
+        else:
+            self._set("memory", "memory.limit_in_bytes", limits.memory_bytes)
+            self._set("pids", "pids.max", limits.max_processes)
+            self._set("cpu", "cpu.cfs_period_us", PERIOD_US)
+            self._set("cpu", "cpu.cfs_quota_us", quota_us)
+
+    def entering(self, command: list[str]) -> list[str]:
+        """The command line that runs `command` inside the group from its first instruction."""
+        joins = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in self.folders.values())
+        return ["/bin/sh", "-c", f'{joins}; exec "$@"', "sh", *command]
+
+    @property
+    def freezer(self) -> Path:
+        """The folder whose state file freezes the group."""
+        return self.folders["" if self.is_unified else "freezer"]
+
+    async def freeze(self) -> None:
+        """Stop every process; returns when all stand."""
+        await self._set_frozen(True)
+
+    async def thaw(self) -> None:
+        """Let them go on."""
+        await self._set_frozen(False)
+
+    def pids(self) -> list[int]:
+        """Processes in the group now."""
+        found: set[int] = set()
+        for folder in self.folders.values():
+            with contextlib.suppress(FileNotFoundError):
+                found |= {int(pid) for pid in (folder / "cgroup.procs").read_text().split()}
+        return sorted(found)
+
+    def memory_bytes(self) -> int:
+        """Memory charged to the group, page cache included."""
+        name = "memory.current" if self.is_unified else "memory.usage_in_bytes"
+        return int((self.folders["" if self.is_unified else "memory"] / name).read_text())
+
+    def was_out_of_memory(self) -> bool:
+        """Whether the kernel killed a process of it for its memory limit."""
+        name = "memory.events" if self.is_unified else "memory.oom_control"
+        folder = self.folders["" if self.is_unified else "memory"]
+        try:
+            words = (folder / name).read_text().split()
+        except FileNotFoundError:
+            return False
+        return int(words[words.index("oom_kill") + 1]) > 0
+
+    async def end(self) -> None:
+        """Kill every process, frozen or not, and remove the group. Twice is fine."""
+        waited_s = 0.0
+        while pids := self.pids():
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(FileNotFoundError):
+                await self._set_frozen(False)
+            await asyncio.sleep(0.002)
+            waited_s += 0.002
+            if waited_s > END_TIMEOUT_S:
+                raise SandboxError(f"cgroup {self.name}: processes {pids} do not die")
+        for folder in self.folders.values():
+            for _ in range(500):
+                try:
+                    folder.rmdir()
+                except FileNotFoundError:
+                    break
+                except OSError:  # the last process is still being taken apart
+                    await asyncio.sleep(0.002)
+                else:
+                    break
+
+    def _set(self, kind: str, name: str, value: int | str) -> None:
+        if kind in self.folders:
+            (self.folders[kind] / name).write_text(str(value))
+
+    async def _set_frozen(self, is_frozen: bool) -> None:
+        if self.is_unified:
+            (self.freezer / "cgroup.freeze").write_text("1" if is_frozen else "0")
+            wanted, state = f"frozen {int(is_frozen)}", self.freezer / "cgroup.events"
+        else:
+            wanted, state = "FROZEN" if is_frozen else "THAWED", self.freezer / "freezer.state"
+            state.write_text(wanted)
+        for _ in range(5000):
+            if wanted in state.read_text():
+                return
+            await asyncio.sleep(0.001)
+            if not self.is_unified:
+                state.write_text(wanted)
+        raise SandboxError(f"cgroup {self.name}: does not become {wanted}")

@@ -1,0 +1,332 @@
+"""One driver for every mechanism that keeps memory: gVisor, CRIU and QEMU differ only below here.
+
+A `Mechanism` boots and revives machines; a `Machine` is one of them with an agent inside. This
+file owns what they share: commands and files through the agent's channel, the order of a snapshot
+(quiet, freeze, seal files and dump memory, thaw, commit), keys, branches, and the end.
+"""
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from baltoro.sandbox.channel import AgentProcess, Channel
+from baltoro.sandbox.manifest import Manifest, check_fits
+from baltoro.sandbox.protocol import (
+    MIB,
+    Binding,
+    Command,
+    ExecResult,
+    Image,
+    ImageError,
+    Isolation,
+    Limits,
+    Net,
+    SandboxError,
+    SnapshotMode,
+    State,
+    check_branches,
+)
+from baltoro.sandbox.store import Draft, Store
+
+
+class Machine(Protocol):
+    """One isolated machine with an agent inside. Its agent is quiet around `freeze` and `dump`."""
+
+    channel: Channel
+    base_layers: tuple[str, ...]  # snapshots whose files lie under its own
+
+    async def freeze(self) -> None:
+        """Stop every program of it."""
+
+    async def thaw(self) -> None:
+        """Let them go on."""
+
+    async def dump(self, draft: Draft, *, is_frozen: bool, is_last: bool) -> Mapping[str, str]:
+        """Write one moment of memory and files into the draft; returns notes for `revive`.
+
+        Afterwards the machine is as frozen as it was, or gone if `is_last`. `SnapshotError` if the
+        mechanism failed; the machine then goes on.
+        """
+
+    async def end(self) -> None:
+        """Kill everything and unmount everything. Twice is fine."""
+
+
+class Mechanism(Protocol):
+    """A way to run machines."""
+
+    name: str
+    isolation: Isolation
+    needs_root: bool
+    is_bound_to_host: bool  # its memory halves fit only the same kernel and processor
+
+    async def version(self) -> str:
+        """Of the program that dumps. `DriverUnavailableError` if it cannot run here."""
+
+    async def boot(self, sandbox_id: str, home: Path, image: Image, limits: Limits) -> Machine:
+        """A machine whose agent has said hello."""
+
+    async def revive(
+        self, sandbox_id: str, home: Path, manifest: Manifest, memory: Path, layers: list[Path]
+    ) -> Machine:
+        """A machine that continues from a snapshot; its agent is still quiet."""
+
+    async def sweep(self, sandbox_id: str, home: Path) -> None:
+        """End what a dead driver left of one sandbox, short of its folder."""
+
+    async def close(self) -> None:
+        """End what the mechanism itself keeps running."""
+
+
+class MachineSandbox:
+    """A running or paused machine (`baltoro.sandbox.protocol.Sandbox`)."""
+
+    def __init__(
+        self,
+        driver: "MachineDriver",
+        sandbox_id: str,
+        image: Image,
+        limits: Limits,
+        machine: Machine,
+        parent: str | None = None,
+    ):
+        self.id = sandbox_id
+        self.state: State = "running"
+        self.image = image
+        self.limits = limits
+        self.machine = machine
+        self.parent = parent
+        self._driver = driver
+        self._turn = asyncio.Lock()  # pause, resume, snapshot and destroy do not overlap
+
+    async def start(self, command: Command) -> AgentProcess:
+        self._check_running()
+        return await self.machine.channel.start(command, self.limits.max_output_bytes)
+
+    async def exec(self, command: Command) -> ExecResult:
+        process = await self.start(command)
+        return await process.wait()
+
+    async def attach(self, process_id: int) -> AgentProcess:
+        self._check_alive()
+        return AgentProcess(self.machine.channel, process_id, None, self.limits.max_output_bytes)
+
+    async def read(self, path: str, max_bytes: int = 64 * MIB) -> bytes:
+        self._check_running()
+        return await self.machine.channel.read(_inside(path), max_bytes)
+
+    async def write(self, path: str, data: bytes, mode: int = 0o644) -> None:
+        self._check_running()
+        await self.machine.channel.write(_inside(path), data, mode)
+
+    async def pause(self) -> None:
+        async with self._turn:
+            self._check_alive()
+            if self.state == "running":
+                await self.machine.channel.quiet()
+                await self.machine.freeze()
+                self.state = "paused"
+
+    async def resume(self) -> None:
+        async with self._turn:
+            self._check_alive()
+            if self.state == "paused":
+                await self.machine.thaw()
+                await self.machine.channel.go_on()
+                self.state = "running"
+
+    async def snapshot(
+        self, mode: SnapshotMode = "live", parent: str | None = None, binding: Binding | None = None
+    ) -> str:
+        async with self._turn:
+            self._check_alive()
+            is_frozen = self.state == "paused"
+            is_last = mode == "stop"
+            store = self._driver.store
+            if not is_frozen:
+                await self.machine.channel.quiet()
+            draft = store.begin()
+            try:
+                notes = await self.machine.dump(draft, is_frozen=is_frozen, is_last=is_last)
+            except SandboxError:
+                store.abandon(draft)
+                if not is_frozen:
+                    await self.machine.channel.go_on()
+                raise
+            if not is_frozen and not is_last:
+                await self.machine.channel.go_on()
+            manifest = await asyncio.to_thread(
+                store.commit,
+                draft,
+                driver=self._driver.name,
+                driver_version=await self._driver.mechanism.version(),
+                image_root=str(self.image.root),
+                limits=self.limits,
+                parent=parent or self.parent,
+                base_layers=self.machine.base_layers,
+                binding=binding,
+                notes={**notes, "next_id": str(self.machine.channel.next_id)},
+            )
+            if is_last:
+                await self._end()
+            return manifest.id
+
+    async def fork(self, num_branches: int) -> list["MachineSandbox"]:
+        check_branches(num_branches)
+        return await self._driver.restore(await self.snapshot(), num_branches)
+
+    async def destroy(self) -> None:
+        async with self._turn:
+            if self.state != "destroyed":
+                await self._end()
+
+    async def _end(self) -> None:
+        self.state = "destroyed"
+        await self.machine.end()
+        await self._driver.forget(self.id)
+
+    def _check_alive(self) -> None:
+        if self.state == "destroyed":
+            raise SandboxError(f"sandbox {self.id}: destroyed")
+
+    def _check_running(self) -> None:
+        self._check_alive()
+        if self.state == "paused":
+            raise SandboxError(f"sandbox {self.id}: paused; resume it first")
+
+
+class MachineDriver:
+    """Sandboxes made by one mechanism below one folder (`baltoro.sandbox.protocol.Driver`)."""
+
+    def __init__(self, mechanism: Mechanism, root: Path, store: Store):
+        root.mkdir(parents=True, exist_ok=True)
+        self.name = mechanism.name
+        self.mechanism = mechanism
+        self.root = root
+        self.store = store
+        self._sandboxes: dict[str, MachineSandbox] = {}
+        self._starting: set[str] = set()
+        self._keys: dict[str, asyncio.Future[MachineSandbox]] = {}
+
+    async def create(
+        self, image: Image, limits: Limits, net: Net, key: str | None = None
+    ) -> MachineSandbox:
+        if key is not None and key in self._keys:
+            return await asyncio.shield(self._keys[key])
+        if net.allowed_hosts:
+            raise ValueError(
+                f"net.allowed_hosts={net.allowed_hosts!r}: sandboxes have loopback only; run what"
+                " needs a host through a tool outside"
+            )
+        if not image.root.is_dir():
+            raise ImageError(f"image.root={str(image.root)!r}: no such folder")
+        if key is None:
+            return await self._boot(image, limits)
+        # Under its key from the first moment: a caller that gave up finds it by asking again.
+        made = asyncio.ensure_future(self._boot(image, limits))
+        self._keys[key] = made
+        try:
+            return await asyncio.shield(made)
+        except SandboxError:
+            self._keys.pop(key, None)
+            raise
+
+    async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[MachineSandbox]:
+        check_branches(num_branches)
+        manifest = self.store.get(snapshot_id)
+        version = await self.mechanism.version()
+        check_fits(manifest, self.name, version, is_same_host=self.mechanism.is_bound_to_host)
+        self.store.pin(snapshot_id)
+        branches: list[MachineSandbox] = []
+        try:
+            memory = await asyncio.to_thread(self.store.memory_path, snapshot_id)
+            layers = self.store.layer_paths(snapshot_id)
+            for _ in range(num_branches):
+                branches.append(await self._revive(manifest, memory, layers))
+        except SandboxError:
+            for branch in branches:
+                await branch.destroy()
+            raise
+        finally:
+            self.store.unpin(snapshot_id)
+        return branches
+
+    async def gc(self) -> list[str]:
+        lines = []
+        for home in sorted(self.root.iterdir()):
+            if home.name in self._sandboxes or home.name in self._starting or not home.is_dir():
+                continue
+            await self.mechanism.sweep(home.name, home)
+            await asyncio.to_thread(shutil.rmtree, home)
+            lines.append(f"sandbox {home.name}: left behind by an earlier driver")
+        return lines
+
+    async def close(self) -> None:
+        for made in list(self._keys.values()):
+            await asyncio.wait([made])
+        for sandbox in list(self._sandboxes.values()):
+            await sandbox.destroy()
+        await self.mechanism.close()
+
+    async def forget(self, sandbox_id: str) -> None:
+        """Called by a sandbox that is gone: remove its folder and its names."""
+        sandbox = self._sandboxes.pop(sandbox_id, None)
+        if sandbox is not None:
+            for layer in sandbox.machine.base_layers[-1:]:
+                self.store.unpin(layer)
+        for key, made in list(self._keys.items()):
+            if made.done() and not made.exception() and made.result().id == sandbox_id:
+                del self._keys[key]
+        await asyncio.to_thread(shutil.rmtree, self.root / sandbox_id)
+
+    async def _boot(self, image: Image, limits: Limits) -> MachineSandbox:
+        sandbox_id = self._new_home()
+        try:
+            machine = await self.mechanism.boot(sandbox_id, self.root / sandbox_id, image, limits)
+        except BaseException:
+            await self._remove_home(sandbox_id)
+            raise
+        finally:
+            self._starting.discard(sandbox_id)
+        sandbox = MachineSandbox(self, sandbox_id, image, limits, machine)
+        self._sandboxes[sandbox_id] = sandbox
+        return sandbox
+
+    async def _revive(self, manifest: Manifest, memory: Path, layers: list[Path]) -> MachineSandbox:
+        sandbox_id = self._new_home()
+        home = self.root / sandbox_id
+        try:
+            machine = await self.mechanism.revive(sandbox_id, home, manifest, memory, layers)
+        except BaseException:
+            await self._remove_home(sandbox_id)
+            raise
+        finally:
+            self._starting.discard(sandbox_id)
+        image = Image(root=Path(manifest.image_root))
+        sandbox = MachineSandbox(self, sandbox_id, image, manifest.limits, machine, manifest.id)
+        self._sandboxes[sandbox_id] = sandbox
+        for layer in machine.base_layers[-1:]:
+            self.store.pin(layer)
+        await machine.channel.go_on()
+        await machine.channel.reseed()
+        return sandbox
+
+    def _new_home(self) -> str:
+        sandbox_id = uuid.uuid4().hex[:12]
+        self._starting.add(sandbox_id)
+        (self.root / sandbox_id).mkdir(mode=0o755)
+        return sandbox_id
+
+    async def _remove_home(self, sandbox_id: str) -> None:
+        home = self.root / sandbox_id
+        await self.mechanism.sweep(sandbox_id, home)
+        await asyncio.to_thread(shutil.rmtree, home)
+
+
+def _inside(path: str) -> str:
+    if "\0" in path:
+        raise ValueError(f"path={path!r}: holds a NUL byte")
+    return path if path.startswith("/") else f"/{path}"

@@ -1,0 +1,232 @@
+"""What every machine driver must show, whatever runs it; the drivers' test files call it."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from baltoro.sandbox.install import default_prefix
+from baltoro.sandbox.machine import MachineDriver, MachineSandbox, Mechanism
+from baltoro.sandbox.protocol import (
+    Binding,
+    Command,
+    DriverUnavailableError,
+    Image,
+    ImageError,
+    LimitError,
+    Limits,
+    Net,
+    SandboxError,
+)
+from baltoro.sandbox.store import Store
+from baltoro.sandbox.workload import World
+
+PNG = bytes.fromhex("89504e470d0a1a0a")
+IMAGE = default_prefix() / "image/root"
+LIMITS = Limits(memory_bytes=512 << 20, max_processes=128, cpus=2.0)
+
+
+def sh(text: str, **kwargs: object) -> Command:
+    return Command(argv=("sh", "-c", text), **kwargs)  # type: ignore[arg-type]
+
+
+def run(make: Callable[[], Mechanism], folder: Path, body: Callable[..., Awaitable[None]]) -> None:
+    """Run `body(driver, sandbox)`; afterwards nothing of the driver may be left."""
+    try:
+        mechanism = make()
+    except DriverUnavailableError as error:
+        pytest.skip(str(error))
+
+    async def main() -> None:
+        store = Store(folder / "store", 4 << 30, is_durable=False)
+        driver = MachineDriver(mechanism, folder / "boxes", store)
+        try:
+            sandbox = await driver.create(Image(root=IMAGE), LIMITS, Net())
+            await body(driver, sandbox)
+        finally:
+            await driver.close()
+            store.close()
+        assert os.listdir(driver.root) == []
+
+    before = leftovers()
+    asyncio.run(asyncio.wait_for(main(), 300))
+    assert leftovers() - before == set()
+
+
+def leftovers() -> set[str]:
+    """Mounts, control groups and processes of sandboxes that exist now."""
+    found = {line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()}
+    for kind in ("memory", "pids", "cpu", "freezer", "."):
+        with contextlib.suppress(FileNotFoundError):
+            found |= {
+                f"{kind}/{n}"
+                for n in os.listdir(f"/sys/fs/cgroup/{kind}/baltoro")
+                if Path(f"/sys/fs/cgroup/{kind}/baltoro/{n}").is_dir()
+            }
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            words = Path("/proc", pid, "cmdline").read_bytes()
+            if any(
+                word in words for word in (b"runsc", b"criu", b"qemu-system", b"/agent", b"/cell")
+            ):
+                found.add(f"process {pid} {words[:200]!r}")
+    return found
+
+
+async def commands_work(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    result = await sandbox.exec(sh("cat; echo out; echo err >&2; exit 7", stdin=b"in "))
+    assert (result.stdout, result.stderr, result.exit_code) == (b"in out\n", b"err\n", 7)
+    assert (await sandbox.exec(sh("kill -9 $$"))).exit_code == 137
+    tty = await sandbox.exec(sh("test -t 0 && echo tty", use_pty=True))
+    assert tty.stdout == b"tty\r\n"
+    env = await sandbox.exec(sh("echo $X; pwd", env={"X": "y"}, cwd="/work"))
+    assert env.stdout == b"y\n/work\n"
+    with pytest.raises(ImageError, match="lacks it"):
+        await sandbox.exec(Command(argv=("no-such-shell",)))
+    with pytest.raises(LimitError, match="timeout_s"):
+        await sandbox.exec(sh("sleep 1000", timeout_s=0.3))
+    with pytest.raises(LimitError, match="max_output_bytes"):
+        process = await sandbox.machine.channel.start(sh("yes"), 1_000_000)
+        await process.wait()
+    assert (await sandbox.exec(sh("echo fine"))).stdout == b"fine\n"
+
+
+async def bytes_pass_unchanged(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """S03, and no path leaves the sandbox."""
+    for data in (PNG, bytes(range(256)) * 3, os.urandom(3 << 20), b""):
+        await sandbox.write("/work/deep/er/file.bin", data, 0o755)
+        assert await sandbox.read("/work/deep/er/file.bin") == data
+    await sandbox.exec(sh("ln -s /etc/hostname /work/link; ln -s ../../../.. /work/up"))
+    assert await sandbox.read("/work/link") == b"sandbox\n"
+    assert await sandbox.read("/work/up/../../etc/hostname") == b"sandbox\n"
+    assert await sandbox.read("../../../../etc/hostname") == b"sandbox\n"
+    host_only = driver.root / "secret"
+    host_only.write_text("host")
+    with pytest.raises(FileNotFoundError):
+        await sandbox.read(f"/work/up/{host_only}")
+    host_only.unlink()
+    with pytest.raises(IsADirectoryError):
+        await sandbox.read("/work")
+    with pytest.raises(LimitError, match="max_bytes"):
+        await sandbox.read("/work/link", max_bytes=3)
+
+
+async def pauses_keep_files(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """S01, with a world that stands still while paused."""
+    world = await World.start(sandbox, 1)
+    await sandbox.pause()
+    with pytest.raises(SandboxError, match="paused"):
+        await sandbox.exec(sh("true"))
+    await sandbox.resume()
+    await sandbox.write("/work/two", b"2")
+    await sandbox.pause()
+    await asyncio.sleep(0.2)
+    await sandbox.resume()
+    assert await sandbox.read("/work/two") == b"2"
+    assert await world.ask("whole()") == "True"
+
+
+async def branches_diverge(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """Memory, files, threads, pipes, TCP and a deleted file survive; two branches share nothing."""
+    world = await World.start(sandbox, 20)
+    await world.ask("x = 41")
+    await world.ask("append('origin')")
+    binding = Binding(token_position=5, prefix_hash="p", policy_version=1)
+    snapshot = await sandbox.snapshot(binding=binding)
+    assert driver.store.get(snapshot).binding == binding
+    await world.ask("append('after the snapshot')")
+    await world.ask("x = 7")
+    left, right = await driver.restore(snapshot, 2)
+    worlds = [await world.follow(branch) for branch in (left, right)]
+    for each in (*worlds, world):
+        assert await each.ask("whole()") == "True"
+    assert await worlds[0].ask("x") == "41"
+    await worlds[0].ask("x += 1")
+    await worlds[1].ask("x += 1000")
+    answers = [await each.ask("x") for each in (world, *worlds)]
+    assert answers == ["7", "42", "1041"]
+    await worlds[0].ask("append('left')")
+    await worlds[1].ask("append('right')")
+    assert await left.read("/work/log") == b"first line\norigin\nleft\n"
+    assert await right.read("/work/log") == b"first line\norigin\nright\n"
+    assert await sandbox.read("/work/log") == b"first line\norigin\nafter the snapshot\n"
+    draws = {await each.ask("os.urandom(8).hex()") for each in worlds}
+    assert len(draws) == 2
+    grandchild = (await left.fork(1))[0]
+    inherited = await worlds[0].follow(grandchild)
+    assert await inherited.ask("x") == "42"
+    assert await inherited.ask("whole()") == "True"
+    assert await grandchild.read("/work/log") == b"first line\norigin\nleft\n"
+
+
+async def a_paused_sandbox_forks(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """S02."""
+    world = await World.start(sandbox, 1)
+    await world.ask("x = 1")
+    await sandbox.pause()
+    (branch,) = await sandbox.fork(1)
+    assert sandbox.state == "paused"
+    other = await world.follow(branch)
+    await other.ask("x = 2")
+    await sandbox.resume()
+    assert [await world.ask("x"), await other.ask("x")] == ["1", "2"]
+
+
+async def a_stopped_sandbox_comes_back(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    world = await World.start(sandbox, 5)
+    await world.ask("x = 3")
+    snapshot = await sandbox.snapshot(mode="stop")
+    assert sandbox.state == "destroyed"
+    assert os.listdir(driver.root) == []
+    driver.store.pack(snapshot)
+    (again,) = await driver.restore(snapshot)
+    world = await world.follow(again)
+    assert await world.ask("x") == "3"
+    assert await world.ask("whole()") == "True"
+
+
+async def a_lost_create_is_found_by_its_key(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """S07."""
+    request = asyncio.ensure_future(driver.create(Image(root=IMAGE), LIMITS, Net(), key="episode"))
+    await asyncio.sleep(0.05)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+    found = await driver.create(Image(root=IMAGE), LIMITS, Net(), key="episode")
+    assert len(os.listdir(driver.root)) == 2
+    assert (await found.exec(sh("echo here"))).stdout == b"here\n"
+
+
+async def twenty_cycles_leave_nothing(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """S09."""
+    before = leftovers()
+    for _ in range(20):
+        other = await driver.create(Image(root=IMAGE), LIMITS, Net())
+        await other.exec(sh("setsid sleep 4242 >/dev/null 2>&1 &"))
+        await other.destroy()
+        await other.destroy()
+    assert leftovers() - before == set()
+    assert len(os.listdir(driver.root)) == 1
+
+
+@contextlib.asynccontextmanager
+async def branches(
+    driver: MachineDriver, sandbox: MachineSandbox, num_branches: int
+) -> AsyncIterator[list[MachineSandbox]]:
+    """Branches of a sandbox, destroyed at the end."""
+    made = await sandbox.fork(num_branches)
+    yield made
+    for branch in made:
+        await branch.destroy()
+
+
+async def sixteen_branches_answer(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    world = await World.start(sandbox, 4)
+    async with branches(driver, sandbox, 16) as made:
+        worlds = [await world.follow(branch) for branch in made]
+        for index, each in enumerate(worlds):
+            await each.ask(f"x = {index}")
+        assert [await each.ask("x") for each in worlds] == [str(i) for i in range(16)]
