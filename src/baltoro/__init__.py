@@ -1,7 +1,7 @@
 """baltoro: the open K3 stack.
 
-`baltoro.load`, `baltoro.save` and `baltoro.logits` are imported on first use, so that the rooms without
-torch stay without it.
+`baltoro.load`, `baltoro.save` and `baltoro.logits` are imported on first use, so that the rooms
+without torch stay without it.
 """
 
 from importlib import import_module

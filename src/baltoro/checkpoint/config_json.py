@@ -93,6 +93,33 @@ def write_config(
     return written
 
 
+def write_preprocessor(vision: VisionConfig) -> dict[str, Any]:
+    """preprocessor_config.json with the release's values for a tower of these patch sizes."""
+    merge = [vision.merge_height, vision.merge_width]
+    return {
+        "media_proc_cfg": {
+            "patch_size": vision.patch_size,
+            "merge_kernel_size": merge[0] if merge[0] == merge[1] else merge,
+            "in_patch_limit": 65536,
+            "patch_limit_on_one_side": 512,
+            "in_patch_limit_each_frame": 16384,
+            "fixed_output_tokens": None,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "sample_fps": 8.0,
+            "temporal_merge_kernel_size": vision.pos_emb_time,
+            "transparent_bg_config": {
+                "pattern": "chessboard",
+                "chessboard_square_size": 8,
+                "chessboard_square_on_top_left": True,
+                "chessboard_white_value": 255,
+                "chessboard_gray_value": 180,
+            },
+            "transparent_bg_fill_stage": "after_resize",
+        }
+    }
+
+
 def _is_wrapped(raw: Mapping[str, Any]) -> bool:
     return raw.get("model_type") == "kimi_k3"
 

@@ -13,15 +13,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from baltoro.checkpoint.files import DTYPE_CODES, TORCH_DTYPES, CheckpointFiles
+from baltoro.checkpoint.directory import CheckpointDirectory
 from baltoro.checkpoint.match import match
 from baltoro.checkpoint.names import FLOAT_DTYPES, Layout, ReleaseTensor
 from baltoro.checkpoint.release import read_config
-from baltoro.checkpoint.tensors import FilesSource, hint_key, needs_scale_hint
+from baltoro.checkpoint.shards import DTYPE_CODES, TORCH_DTYPES, TensorReader
+from baltoro.checkpoint.tensors import DiskSource, hint_key, needs_scale_hint
 from baltoro.model.config import ImplConfig, ModelConfig
 from baltoro.model.counts import meta_model
 from baltoro.model.model import Model
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4
+from baltoro.text.bpe import TOKENIZER_FILE
+from baltoro.text.images import CONFIG_FILE as PREPROCESSOR_FILE
+from baltoro.text.images import ImageProcessor
+from baltoro.text.markers import OPEN
+from baltoro.text.processor import Processor
+from baltoro.text.tiktoken_file import RANKS_FILE
+from baltoro.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,53 +61,68 @@ def load(
     rounding. MXFP4 experts are decoded to `dtype`, or stay packed with `experts="packed"`, for
     inference. `impl` names the implementation of every operator.
 
-    Sets `model.config`, `model.tokenizer`, `model.processor` (None if the directory has none) and
-    `model.release`. Raises `FileNotFoundError` if there is no such directory, `ValueError` if it
-    is not a whole checkpoint, its configuration cannot be honoured, or tensors are missing, unused
-    or misshapen (the error lists them).
+    Sets `model.config`, `model.release`, and from the files beside the tensors `model.tokenizer`
+    and `model.processor` (a `text.processor.Processor`); both are None if there is no tokenizer, or
+    if it is Kimi Linear's, whose special tokens mean other things.
+
+    Raises `FileNotFoundError` if there is no such directory, `ValueError` if it is not a whole
+    checkpoint, its configuration cannot be honoured, or tensors are missing, unused or misshapen
+    (the error lists them).
     """
     if experts not in ("decoded", "packed"):
         raise ValueError(f"experts={experts!r}: choose 'decoded' or 'packed'")
     if dtype is not None and DTYPE_CODES.get(dtype) not in FLOAT_DTYPES:
         raise ValueError(f"dtype={dtype}: choose torch.bfloat16, torch.float16 or torch.float32")
-    files = CheckpointFiles(path)
-    config = read_config(files.raw_config)
-    layout, tensors = match(files, config)
-    config = _with_choices(config, layout, experts, impl, files)
-    check_copies(files, tensors)
+    directory = CheckpointDirectory(path)
+    config = read_config(directory.raw_config)
+    layout, tensors = match(directory, config)
+    config = _with_choices(config, layout, experts, impl, directory)
+    processor = _processor(directory, config, layout)
+    reader = TensorReader(directory)
+    check_copies(reader, tensors)
     held = dtype or _widest_held(layout)
     model = meta_model(config).cast(held)
     state = {
         name: torch.empty_like(tensor, device=device)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
-    hints = _fill(state, files, tensors, num_heads=config.kda.num_heads)
+    hints = _fill(state, reader, tensors, num_heads=config.kda.num_heads)
     model.load_state_dict(state, strict=True, assign=True)
     if dtype is not None:
         code = DTYPE_CODES[dtype]
         kept = layout.experts if layout.experts == "mxfp4" else code
         layout = layout.with_formats(dtype=code, experts=kept)
-    model.release = Release(
-        layout=layout,
-        raw_config=files.raw_config,
-        config_text=files.config_text,
-        weight_map={name: stored.file for name, stored in files.stored.items()},
-        index_metadata=None if files.index is None else files.index.get("metadata", {}),
-        metadata=files.metadata,
-        companions=files.companions(),
-        scale_hints=hints,
-    )
+    model.release = release_record(directory, layout, scale_hints=hints)
+    model.processor = processor
+    model.tokenizer = None if processor is None else processor.tokenizer
     return model.eval()
 
 
-def check_copies(files: CheckpointFiles, tensors: list[ReleaseTensor]) -> None:
+def release_record(
+    directory: CheckpointDirectory, layout: Layout, *, scale_hints: Mapping[str, Tensor]
+) -> Release:
+    """What `save` needs to know of `directory` to write the like of it in `layout`."""
+    index = directory.index
+    return Release(
+        layout=layout,
+        raw_config=directory.raw_config,
+        config_text=directory.config_text,
+        weight_map={name: stored.file for name, stored in directory.stored.items()},
+        index_metadata=None if index is None else index.get("metadata", {}),
+        metadata=directory.metadata,
+        companions=directory.companions(),
+        scale_hints=scale_hints,
+    )
+
+
+def check_copies(reader: TensorReader, tensors: list[ReleaseTensor]) -> None:
     """Raises `ValueError` if an MTP layer's embedding or head is not a copy of the model's."""
     originals = {tensor.target: tensor.name for tensor in tensors if tensor.kind == "plain"}
     for tensor in tensors:
         if tensor.kind != "copy":
             continue
         original = originals[tensor.target]
-        if not torch.equal(files.tensor(tensor.name), files.tensor(original)):
+        if not torch.equal(reader.tensor(tensor.name), reader.tensor(original)):
             raise ValueError(
                 f"{tensor.name}: differs from {original}; an MTP layer with its own embedding or "
                 "head cannot be represented"
@@ -111,7 +134,7 @@ def _with_choices(
     layout: Layout,
     experts: str,
     impl: str | ImplConfig,
-    files: CheckpointFiles,
+    directory: CheckpointDirectory,
 ) -> ModelConfig:
     if isinstance(impl, str):
         impl = ImplConfig.all(impl)
@@ -119,11 +142,33 @@ def _with_choices(
     if experts == "packed":
         if moe is None or layout.experts != "mxfp4":
             raise ValueError(
-                f"experts='packed': {files.directory} holds no packed experts; "
+                f"experts='packed': {directory.path} holds no packed experts; "
                 "load with experts='decoded'"
             )
         moe = dataclasses.replace(moe, expert_format="mxfp4")
     return dataclasses.replace(config, moe=moe, impl=impl)
+
+
+def _processor(
+    directory: CheckpointDirectory, config: ModelConfig, layout: Layout
+) -> Processor | None:
+    """Tokenizer and image processor from the files beside the tensors."""
+    path = directory.path
+    if not any((path / name).is_file() for name in (RANKS_FILE, TOKENIZER_FILE)):
+        return None
+    if not layout.wrapped and OPEN not in directory.text_of("tokenizer_config.json"):
+        return None  # Kimi Linear's own: the same ids with other meanings, so not one of ours
+    images = None
+    if config.vision is not None and (path / PREPROCESSOR_FILE).is_file():
+        images = ImageProcessor.load(path)
+        vision, found = config.vision, images.config
+        expected = (vision.patch_size, vision.merge_height, vision.merge_width)
+        if (found.patch_size, found.merge_height, found.merge_width) != expected:
+            raise ValueError(
+                f"{path / PREPROCESSOR_FILE}: patch and merge sizes are not the {expected} of "
+                "vision_config; they belong to different models"
+            )
+    return Processor(load_tokenizer(path), images)
 
 
 def _widest_held(layout: Layout) -> torch.dtype:
@@ -135,16 +180,16 @@ def _widest_held(layout: Layout) -> torch.dtype:
 
 def _fill(
     state: dict[str, Tensor],
-    files: CheckpointFiles,
+    reader: TensorReader,
     tensors: list[ReleaseTensor],
     *,
     num_heads: int,
 ) -> dict[str, Tensor]:
     """Reads every tensor into its place; returns the scale hints of decoded experts."""
-    source = FilesSource(files, tensors, num_heads=num_heads)
+    source = DiskSource(reader, tensors, num_heads=num_heads)
     hints: dict[str, Tensor] = {}
     with torch.no_grad():
-        for tensor in sorted(tensors, key=lambda tensor: files.stored[tensor.name].file):
+        for tensor in sorted(tensors, key=lambda tensor: reader.directory.stored[tensor.name].file):
             if tensor.rows is None:
                 if tensor.kind != "copy":
                     state[tensor.target].copy_(source.plain(tensor))
@@ -152,7 +197,7 @@ def _fill(
             expert, first, end = tensor.rows
             if f"{tensor.target}_packed" in state:
                 field = f"{tensor.target}_{tensor.kind}"
-                state[field][expert, first:end].copy_(files.tensor(tensor.name))
+                state[field][expert, first:end].copy_(reader.tensor(tensor.name))
             elif tensor.kind == "weight":
                 place = state[f"{tensor.target}_proj"][expert, first:end]
                 place.copy_(source.weight(tensor))

@@ -7,7 +7,7 @@ one list, every tensor that is missing, unused or of another shape or dtype.
 import dataclasses
 import re
 
-from baltoro.checkpoint.files import CheckpointFiles, Stored
+from baltoro.checkpoint.directory import CheckpointDirectory, Stored
 from baltoro.checkpoint.names import FLOAT_DTYPES, Layout, ReleaseTensor, is_fp32, release_tensors
 from baltoro.model.config import ModelConfig
 
@@ -17,13 +17,15 @@ LISTED = 20  # tensors named in an error
 PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")
 
 
-def match(files: CheckpointFiles, config: ModelConfig) -> tuple[Layout, list[ReleaseTensor]]:
+def match(
+    directory: CheckpointDirectory, config: ModelConfig
+) -> tuple[Layout, list[ReleaseTensor]]:
     """The spelling of a checkpoint, and its tensors as `release_tensors` lists them.
 
     Dtypes are those on disk. Raises `ValueError` naming the tensors that do not fit `config`.
     """
-    stored = files.stored
-    layout = _spelling(files, config)
+    stored = directory.stored
+    layout = _spelling(directory, config)
     expected = list(release_tensors(config, layout))
     rule = {tensor.name: tensor.dtype for tensor in expected}
     odd = {
@@ -41,8 +43,7 @@ def match(files: CheckpointFiles, config: ModelConfig) -> tuple[Layout, list[Rel
         listed = "\n  ".join(problems[:LISTED])
         more = f"\n  and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
         raise ValueError(
-            f"{files.directory}: {len(problems)} tensors do not match config.json:"
-            f"\n  {listed}{more}"
+            f"{directory.path}: {len(problems)} tensors do not match config.json:\n  {listed}{more}"
         )
     return layout, expected
 
@@ -51,12 +52,12 @@ def _is_legal(rule: str, stored: Stored) -> bool:
     return rule in FLOAT_DTYPES and stored.dtype in FLOAT_DTYPES
 
 
-def _spelling(files: CheckpointFiles, config: ModelConfig) -> Layout:
-    stored = files.stored
+def _spelling(directory: CheckpointDirectory, config: ModelConfig) -> Layout:
+    stored = directory.stored
     prefixes = [prefix for prefix in PREFIXES if f"{prefix}embed_tokens.weight" in stored]
     if not prefixes:
         raise ValueError(
-            f"{files.directory}: no embed_tokens.weight under any of "
+            f"{directory.path}: no embed_tokens.weight under any of "
             f"{', '.join(repr(prefix) for prefix in PREFIXES)}; "
             "these are not the tensors of K3 or Kimi Linear"
         )
@@ -69,21 +70,30 @@ def _spelling(files: CheckpointFiles, config: ModelConfig) -> Layout:
     ordinary = stored.keys() - set(routed)
     dtype = _widest({stored[name].dtype for name in ordinary if not is_fp32(name)})
     is_packed = any(name.endswith("_packed") for name in routed)
-    a_log = {}
-    heads_count = config.kda.num_heads
-    for name in stored:
-        if name.startswith(f"{prefix}layers.") and name.endswith(".self_attn.A_log"):
-            shape = stored[name].shape
-            if shape == (1, 1, heads_count, 1) or (len(shape) == 1 and shape[0] >= heads_count):
-                a_log[name.removeprefix(prefix)] = shape
     return Layout(
-        wrapped=files.raw_config.get("model_type") == "kimi_k3",
+        wrapped=directory.raw_config.get("model_type") == "kimi_k3",
         prefix=prefix,
         head=head,
         dtype=dtype,
         experts="mxfp4" if is_packed else _widest({stored[name].dtype for name in routed}, dtype),
-        a_log=a_log,
+        a_log=_a_log_forms(stored, prefix, config.kda.num_heads),
     )
+
+
+def _a_log_forms(
+    stored: dict[str, Stored], prefix: str, num_heads: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes on disk that are a legal form of `[H]`, by name in the model."""
+    return {
+        name.removeprefix(prefix): found.shape
+        for name, found in stored.items()
+        if name.startswith(f"{prefix}layers.")
+        and name.endswith(".self_attn.A_log")
+        and (
+            found.shape == (1, 1, num_heads, 1)
+            or (len(found.shape) == 1 and found.shape[0] >= num_heads)
+        )
+    }
 
 
 def _widest(dtypes: set[str], default: str = "BF16") -> str:

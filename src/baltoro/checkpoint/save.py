@@ -5,22 +5,16 @@ of the largest tensor beside the model.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from baltoro.checkpoint.config_json import write_config
-from baltoro.checkpoint.files import (
-    CONFIG_FILE,
-    DTYPE_CODES,
-    Entry,
-    whole_directory,
-    write_file,
-    write_safetensors,
-)
+from baltoro.checkpoint.config_json import write_config, write_preprocessor
+from baltoro.checkpoint.directory import CONFIG_FILE, whole_directory, write_file
 from baltoro.checkpoint.load import Release
 from baltoro.checkpoint.names import (
     FLOAT_DTYPES,
@@ -32,9 +26,11 @@ from baltoro.checkpoint.names import (
     release_tensors,
     shard_files,
 )
+from baltoro.checkpoint.shards import DTYPE_CODES, Entry, write_safetensors
 from baltoro.checkpoint.tensors import ModelSource, Source, disk_tensor
 from baltoro.model.config import ModelConfig
 from baltoro.model.model import Model
+from baltoro.text.images import CONFIG_FILE as PREPROCESSOR_FILE
 
 ExpertFormat = Literal["mxfp4", "bf16", "fp32"]
 EXPERT_FORMATS: Mapping[str, str] = {"mxfp4": "mxfp4", "bf16": "BF16", "fp32": "F32"}
@@ -64,16 +60,30 @@ def save(
     layout = _layout(model, release, experts, dtype)
     tensors = list(release_tensors(model.config, layout))
     _check_covers(state, tensors)
-    hints = {} if release is None else release.scale_hints
     write_checkpoint(
         Path(path),
         model.config,
         layout,
         tensors,
-        ModelSource(state, hints),
+        ModelSource(state, {} if release is None else release.scale_hints),
+        companions=fresh_companions(model) if release is None else release.companions,
         release=release,
         overwrite=overwrite,
     )
+
+
+def fresh_companions(model: Model) -> dict[str, bytes]:
+    """Files beside the tensors of a model that was not loaded, by name."""
+    companions = {}
+    if model.config.vision is not None:
+        text = json.dumps(write_preprocessor(model.config.vision), indent=2) + "\n"
+        companions[PREPROCESSOR_FILE] = text.encode()
+    if model.tokenizer is not None:
+        with tempfile.TemporaryDirectory() as directory:
+            model.tokenizer.save(Path(directory))
+            for path in Path(directory).iterdir():
+                companions[path.name] = path.read_bytes()
+    return companions
 
 
 def write_checkpoint(
@@ -83,25 +93,31 @@ def write_checkpoint(
     tensors: list[ReleaseTensor],
     source: Source,
     *,
+    companions: Mapping[str, bytes],
     release: Release | None,
     overwrite: bool,
 ) -> None:
-    """Writes the directory: configuration, companions, shards and index, from any source."""
-    raw = None if release is None else release.raw_config
-    written = write_config(config, layout, raw=raw)
-    is_kept = release is not None and written == release.raw_config
-    text = release.config_text if is_kept and release else json.dumps(written, indent=2) + "\n"
+    """Writes the directory: configuration, companions, shards and index, from any source.
+
+    `release` is that of the checkpoint it follows, if any.
+    """
+    written = write_config(config, layout, raw=None if release is None else release.raw_config)
+    text = json.dumps(written, indent=2) + "\n"
+    metadata: Mapping[str, str] = {"format": "pt"}
+    index_metadata: Mapping[str, Any] = {}
+    if release is not None:
+        text = release.config_text if written == release.raw_config else text
+        metadata, index_metadata = release.metadata, release.index_metadata or {}
     files = _files(tensors, layout, release)
-    metadata = {"format": "pt"} if release is None else release.metadata
     with whole_directory(path, overwrite=overwrite) as directory:
         write_file(directory / CONFIG_FILE, text.encode())
-        for name, data in (release.companions if release else {}).items():
+        for name, data in companions.items():
             write_file(directory / name, data)
         for name, shard in files.items():
-            write_safetensors(directory / name, _entries(shard, source), metadata=metadata)
+            entries = [_entry(tensor, source) for tensor in shard]
+            write_safetensors(directory / name, entries, metadata=metadata)
         if list(files) != [SINGLE_FILE]:
-            old = (release and release.index_metadata) or {}
-            write_file(directory / INDEX_FILE, _index(files, old).encode())
+            write_file(directory / INDEX_FILE, _index(files, index_metadata).encode())
 
 
 def _layout(
@@ -156,11 +172,8 @@ def _files(
     return dict(sorted(files.items()))
 
 
-def _entries(tensors: Sequence[ReleaseTensor], source: Source) -> list[Entry]:
-    def entry(tensor: ReleaseTensor) -> Entry:
-        return Entry(tensor.name, tensor.dtype, tensor.shape, lambda: disk_tensor(tensor, source))
-
-    return [entry(tensor) for tensor in tensors]
+def _entry(tensor: ReleaseTensor, source: Source) -> Entry:
+    return Entry(tensor.name, tensor.dtype, tensor.shape, lambda: disk_tensor(tensor, source))
 
 
 def _index(files: Mapping[str, list[ReleaseTensor]], metadata: Mapping[str, Any]) -> str:

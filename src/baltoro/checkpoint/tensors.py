@@ -1,7 +1,7 @@
 """Tensors on disk <-> tensors of the model: the arithmetic of the release's layout.
 
-A `Source` gives tensors as the model means them, out of a model or straight from another checkpoint;
-`disk_tensor` puts them into the dtype and form of the disk.
+A `Source` gives tensors as the model means them, out of a model or straight from another
+checkpoint; `disk_tensor` puts them into the dtype and form of the disk.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baltoro.checkpoint.files import TORCH_DTYPES, CheckpointFiles
 from baltoro.checkpoint.names import ReleaseTensor
+from baltoro.checkpoint.shards import TORCH_DTYPES, TensorReader
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4, encode_mxfp4
 
 
@@ -120,26 +120,26 @@ class ModelSource:
         return self.state[tensor.target + field][expert, first:end]
 
 
-class FilesSource:
+class DiskSource:
     """Tensors of a checkpoint on disk."""
 
     def __init__(
-        self, files: CheckpointFiles, tensors: Iterable[ReleaseTensor], *, num_heads: int
+        self, reader: TensorReader, tensors: Iterable[ReleaseTensor], *, num_heads: int
     ) -> None:
-        """`tensors` are those of `files`, as `match` returned them."""
-        self.files = files
+        """`tensors` are those of the directory, as `match` returned them."""
+        self.reader = reader
         self.num_heads = num_heads
         self.names = {(t.target, t.rows, t.kind): t.name for t in tensors}
         self.encoded = Encoded()
 
     def plain(self, tensor: ReleaseTensor) -> Tensor:
         if (name := self.names.get((tensor.target, None, "a_log"))) is not None:
-            return cut_a_log(self.files.tensor(name), self.num_heads, name)
-        return self.files.tensor(self.names[tensor.target, None, "plain"])
+            return cut_a_log(self.reader.tensor(name), self.num_heads, name)
+        return self.reader.tensor(self.names[tensor.target, None, "plain"])
 
     def weight(self, tensor: ReleaseTensor) -> Tensor:
         if (name := self.names.get((tensor.target, tensor.rows, "weight"))) is not None:
-            return self.files.tensor(name)
+            return self.reader.tensor(name)
         return decode_mxfp4(self.mxfp4(tensor), torch.float32)
 
     def mxfp4(self, tensor: ReleaseTensor) -> Mxfp4Tensor:
@@ -147,7 +147,7 @@ class FilesSource:
         if packed is None:
             return self.encoded.of(hint_key(tensor), self.weight(tensor), None)
         scale = self.names[tensor.target, tensor.rows, "scale"]
-        return Mxfp4Tensor(self.files.tensor(packed), self.files.tensor(scale))
+        return Mxfp4Tensor(self.reader.tensor(packed), self.reader.tensor(scale))
 
 
 def hint_key(tensor: ReleaseTensor) -> str:

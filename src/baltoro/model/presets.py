@@ -3,6 +3,9 @@
 Sizes are counted from the parameter shapes (`baltoro inspect NAME` prints them).
 """
 
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+
 from baltoro.model.config import (
     KdaConfig,
     Mixer,
@@ -18,6 +21,134 @@ def hybrid(num_layers: int) -> tuple[Mixer, ...]:
     mixers: list[Mixer] = ["mla" if index % 4 == 3 else "kda" for index in range(num_layers)]
     mixers[-1] = "mla"
     return tuple(mixers)
+
+
+def nano() -> ModelConfig:
+    """2.2 M parameters with sight, for tests and a first run on a CPU; its vocabulary is bytes."""
+    return _k3_shaped(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=8,
+        attn_res_block_size=4,
+        kda_head_dim=32,
+        num_heads=4,
+        mla_ranks=(64, 64),
+        mla_head_dims=(32, 16),
+        experts=(8, 2, 64),
+        latent_size=64,
+        max_seq_len=8192,
+        vision=VisionConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_layers=2,
+            num_heads=2,
+            qkv_hidden_size=64,
+            pos_emb_height=16,
+            pos_emb_width=16,
+            placeholder_token_id=512 - 256 + 21,  # <|media_pad|> in the block of specials
+        ),
+    )
+
+
+def mini() -> ModelConfig:
+    """31 M parameters, 15 M active: for CPUs, and a first run on a GPU."""
+    return _k3_shaped(
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_layers=8,
+        attn_res_block_size=4,
+        kda_head_dim=64,
+        num_heads=6,
+        mla_ranks=(192, 128),
+        mla_head_dims=(64, 32),
+        experts=(16, 2, 224),
+        latent_size=192,
+        max_seq_len=8192,
+    )
+
+
+def small() -> ModelConfig:
+    """150 M active parameters of 700 M: the smallest that a GPU is needed for."""
+    return _k3_shaped(
+        vocab_size=32768,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_layers=16,
+        attn_res_block_size=4,
+        kda_head_dim=128,
+        num_heads=6,
+        mla_ranks=(384, 256),
+        mla_head_dims=(128, 64),
+        experts=(64, 6, 448),
+        latent_size=384,
+        max_seq_len=65536,
+    )
+
+
+def preset(name: str) -> ModelConfig:
+    """The configuration called `name`; raises `ValueError` with the nearest name otherwise."""
+    if name not in PRESETS:
+        near = get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(PRESETS)}"
+        raise ValueError(f"preset {name!r} is unknown; {hint}")
+    return PRESETS[name]()
+
+
+def _k3_shaped(
+    *,
+    vocab_size: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    attn_res_block_size: int,
+    kda_head_dim: int,
+    num_heads: int,
+    mla_ranks: tuple[int, int],
+    mla_head_dims: tuple[int, int],
+    experts: tuple[int, int, int],
+    latent_size: int,
+    max_seq_len: int,
+    vision: VisionConfig | None = None,
+) -> ModelConfig:
+    """K3 with other sizes: ranks of query and key-value, (nope and value, shared) head dims,
+    (number, active, inner width) of experts."""
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        mixers=hybrid(num_layers),
+        kda=KdaConfig(
+            num_heads=num_heads,
+            head_dim=kda_head_dim,
+            gate_lower_bound=-5.0,
+            use_full_rank_gate=True,
+        ),
+        mla=MlaConfig(
+            num_heads=num_heads,
+            q_lora_rank=mla_ranks[0],
+            kv_lora_rank=mla_ranks[1],
+            qk_nope_head_dim=mla_head_dims[0],
+            qk_rope_head_dim=mla_head_dims[1],
+            v_head_dim=mla_head_dims[0],
+            use_output_gate=True,
+        ),
+        moe=MoeConfig(
+            num_experts=experts[0],
+            num_experts_per_token=experts[1],
+            num_shared_experts=1,
+            expert_intermediate_size=experts[2],
+            latent_size=latent_size,
+            use_latent_norm=True,
+            first_moe_layer=1,
+        ),
+        vision=vision,
+        activation="situ",
+        attn_res_block_size=attn_res_block_size,
+        max_seq_len=max_seq_len,
+        pad_token_id=vocab_size - 1,
+    )
 
 
 def k3() -> ModelConfig:
@@ -86,3 +217,12 @@ def kimi_linear_48b() -> ModelConfig:
         ),
         pad_token_id=163839,
     )
+
+
+PRESETS: Mapping[str, Callable[[], ModelConfig]] = {
+    "nano": nano,
+    "mini": mini,
+    "small": small,
+    "kimi-linear-48b": kimi_linear_48b,
+    "k3": k3,
+}

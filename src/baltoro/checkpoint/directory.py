@@ -1,7 +1,7 @@
-"""A checkpoint directory on disk: what it holds, reading a tensor, writing it whole or not at all.
+"""A checkpoint directory on disk: what it holds, and writing one whole or not at all.
 
-Reading looks at the safetensors headers first, so that a wrong directory or half a download is one
-clear line before anything is allocated; tensors then come one by one, one file mapped at a time.
+Only the safetensors headers are read here, so that a wrong directory or half a download is one
+clear line before anything is allocated. No torch: `shards` reads and writes the tensors.
 """
 
 import json
@@ -9,16 +9,10 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from baltoro.checkpoint.names import INDEX_FILE, SINGLE_FILE
 
@@ -42,16 +36,6 @@ COMPANION_FILES = (
     "vocab.json",
 )
 
-# Order of dtypes inside a file, as the safetensors library writes them.
-DTYPE_ORDER = ("U64", "I64", "F64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16", "I8", "U8")
-TORCH_DTYPES: Mapping[str, torch.dtype] = {
-    "U8": torch.uint8,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-}
-DTYPE_CODES: Mapping[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
-
 
 class Stored(NamedTuple):
     """Where a tensor lies and what its header says."""
@@ -61,67 +45,48 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor to write; `read` makes it when its turn comes."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-
-class CheckpointFiles:
+class CheckpointDirectory:
     """A checkpoint directory opened for reading.
 
     `raw_config` is the parsed config.json and `config_text` its text, `stored` the tensors by name,
     `index` the parsed index (None for a single file), `metadata` that of the first file.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, path: str | Path) -> None:
         """Reads config.json, the index and every header.
 
         Raises `FileNotFoundError` if there is no such directory and `ValueError` if it holds no
         checkpoint, or only a part of one.
         """
-        self.directory = Path(directory)
-        if not self.directory.is_dir():
-            raise FileNotFoundError(f"{self.directory}: no such directory")
-        self.config_text = self._text(CONFIG_FILE)
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"{self.path}: no such directory")
+        self.config_text = self.text_of(CONFIG_FILE)
         self.raw_config = self._json(CONFIG_FILE, self.config_text)
         self.index = None
-        if (self.directory / INDEX_FILE).is_file():
-            self.index = self._json(INDEX_FILE, self._text(INDEX_FILE))
+        if (self.path / INDEX_FILE).is_file():
+            self.index = self._json(INDEX_FILE, self.text_of(INDEX_FILE))
         self.stored: dict[str, Stored] = {}
         self.metadata: dict[str, str] = {}
         for number, file in enumerate(self._files()):
-            tensors, metadata = read_header(self.directory / file)
+            tensors, metadata = read_header(self.path / file)
             self.stored |= tensors
             if number == 0:
                 self.metadata = metadata
         if self.index is not None:
             self._check_index()
-        self._open_file: str | None = None
-        self._open: Any = None
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor `name` on the CPU; its file stays mapped until another is needed."""
-        file = self.stored[name].file
-        if file != self._open_file:
-            self._open = safe_open(self.directory / file, framework="pt", device="cpu")
-            self._open_file = file
-        return self._open.get_tensor(name)
 
     def companions(self) -> dict[str, bytes]:
         """Tokenizer, preprocessor and code files by name: what `save` carries along."""
-        names = [*COMPANION_FILES, *(path.name for path in sorted(self.directory.glob("*.py")))]
-        paths = [self.directory / name for name in names]
+        names = [*COMPANION_FILES, *(path.name for path in sorted(self.path.glob("*.py")))]
+        paths = [self.path / name for name in names]
         return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
-    def _text(self, name: str) -> str:
-        path = self.directory / name
+    def text_of(self, name: str) -> str:
+        """A text file of the directory; raises `ValueError` if it is absent or not UTF-8."""
+        path = self.path / name
         if not path.is_file():
-            raise ValueError(f"{self.directory}: no {name}; this is not a checkpoint directory")
+            raise ValueError(f"{self.path}: no {name}; this is not a checkpoint directory")
         try:
             return path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
@@ -131,33 +96,33 @@ class CheckpointFiles:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{self.directory / name}: is not JSON ({error})") from None
+            raise ValueError(f"{self.path / name}: is not JSON ({error})") from None
         if not isinstance(values, dict):
-            raise ValueError(f"{self.directory / name}: must hold a JSON object")
+            raise ValueError(f"{self.path / name}: must hold a JSON object")
         return values
 
     def _files(self) -> list[str]:
         if self.index is None:
-            if (self.directory / SINGLE_FILE).is_file():
+            if (self.path / SINGLE_FILE).is_file():
                 return [SINGLE_FILE]
-            shards = sorted(path.name for path in self.directory.glob("model-*.safetensors"))
+            shards = sorted(path.name for path in self.path.glob("model-*.safetensors"))
             if shards:
                 raise ValueError(
-                    f"{self.directory}: has {len(shards)} shards but no {INDEX_FILE}; "
+                    f"{self.path}: has {len(shards)} shards but no {INDEX_FILE}; "
                     "the download is incomplete"
                 )
-            raise ValueError(f"{self.directory}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise ValueError(f"{self.path}: holds neither {SINGLE_FILE} nor {INDEX_FILE}")
         weight_map = self.index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
-            raise ValueError(f"{self.directory / INDEX_FILE}: has no weight_map")
+            raise ValueError(f"{self.path / INDEX_FILE}: has no weight_map")
         files = sorted(set(weight_map.values()))
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
-                raise ValueError(f"{self.directory / INDEX_FILE}: {file!r} is not a file name")
-        absent = [file for file in files if not (self.directory / file).is_file()]
+                raise ValueError(f"{self.path / INDEX_FILE}: {file!r} is not a file name")
+        absent = [file for file in files if not (self.path / file).is_file()]
         if absent:
             raise ValueError(
-                f"{self.directory}: {len(absent)} of {len(files)} shards are absent, first "
+                f"{self.path}: {len(absent)} of {len(files)} shards are absent, first "
                 f"{absent[0]}; the download is incomplete"
             )
         return files
@@ -171,7 +136,7 @@ class CheckpointFiles:
         )
         if wrong:
             raise ValueError(
-                f"{self.directory}: {INDEX_FILE} and the shards disagree about {len(wrong)} "
+                f"{self.path}: {INDEX_FILE} and the shards disagree about {len(wrong)} "
                 f"tensors, first {wrong[0]} (index: {weight_map.get(wrong[0])}, "
                 f"shard: {files.get(wrong[0])})"
             )
@@ -206,37 +171,6 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             f"{path}: has {size} of {8 + length + end} bytes; the download is incomplete"
         )
     return tensors, metadata
-
-
-def write_safetensors(path: Path, entries: Sequence[Entry], *, metadata: Mapping[str, str]) -> None:
-    """Writes a safetensors file tensor by tensor and syncs it; memory is that of one tensor.
-
-    The bytes are those the safetensors library writes for the same tensors. Raises `ValueError` if
-    a tensor is not what its entry says.
-    """
-    entries = sorted(entries, key=lambda entry: (DTYPE_ORDER.index(entry.dtype), entry.name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for entry in entries:
-        end = offset + prod(entry.shape) * TORCH_DTYPES[entry.dtype].itemsize
-        shape = list(entry.shape)
-        header[entry.name] = {"dtype": entry.dtype, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in entries:
-            tensor = entry.read()
-            if DTYPE_CODES.get(tensor.dtype) != entry.dtype or tensor.shape != entry.shape:
-                raise ValueError(
-                    f"{entry.name}: is {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {entry.dtype} {list(entry.shape)}"
-                )
-            data = tensor.detach().cpu().contiguous()
-            file.write(data.view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager
