@@ -191,7 +191,7 @@ async def a_stopped_sandbox_comes_back(driver: MachineDriver, sandbox: MachineSa
 async def a_lost_create_is_found_by_its_key(driver: MachineDriver, sandbox: MachineSandbox) -> None:
     """S07."""
     request = asyncio.ensure_future(driver.create(Image(root=IMAGE), LIMITS, Net(), key="episode"))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.005)
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await request

@@ -24,6 +24,7 @@ class Cgroup:
 
     def __init__(self, name: str):
         self.name = name
+        self.has_inner = False
         self.is_unified = (MOUNT / "cgroup.controllers").exists()
         if self.is_unified:
             self.folders = {"": MOUNT / PARENT / name}
@@ -31,14 +32,20 @@ class Cgroup:
             kinds = [kind for kind in SPLIT if (MOUNT / kind).is_dir()]
             self.folders = {kind: MOUNT / kind / PARENT / name for kind in kinds}
 
-    def open(self, limits: Limits) -> None:
-        """Make it with these limits."""
+    def open(self, limits: Limits, *, has_inner: bool = False) -> None:
+        """Make it with these limits.
+
+        With `has_inner` only processes of a group inside it freeze (split hierarchies only).
+        """
         if self.is_unified and not (MOUNT / PARENT).exists():
             (MOUNT / PARENT).mkdir()
             for folder in (MOUNT, MOUNT / PARENT):
                 (folder / "cgroup.subtree_control").write_text("+cpu +memory +pids")
         for folder in self.folders.values():
-            folder.mkdir(parents=True, exist_ok=True)
+            _make_folder(folder)
+        self.has_inner = has_inner
+        if has_inner:
+            self.freezer.mkdir(exist_ok=True)
         quota_us = int(limits.cpus * PERIOD_US)
         if self.is_unified:
             self._set("", "memory.max", limits.memory_bytes)
@@ -52,13 +59,18 @@ class Cgroup:
 
     def entering(self, command: list[str]) -> list[str]:
         """The command line that runs `command` inside the group from its first instruction."""
-        joins = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in self.folders.values())
-        return ["/bin/sh", "-c", f'{joins}; exec "$@"', "sh", *command]
+        return _entering(list(self.folders.values()), command)
+
+    def entering_inner(self, command: list[str]) -> list[str]:
+        """The same, inside the group that freezes."""
+        folders = [path for kind, path in self.folders.items() if kind != "freezer"]
+        return _entering([*folders, self.freezer], command)
 
     @property
     def freezer(self) -> Path:
         """The folder whose state file freezes the group."""
-        return self.folders["" if self.is_unified else "freezer"]
+        folder = self.folders["" if self.is_unified else "freezer"]
+        return folder / "inner" if self.has_inner else folder
 
     async def freeze(self) -> None:
         """Stop every process; returns when all stand."""
@@ -71,7 +83,7 @@ class Cgroup:
     def pids(self) -> list[int]:
         """Processes in the group now."""
         found: set[int] = set()
-        for folder in self.folders.values():
+        for folder in self._all_folders():
             with contextlib.suppress(FileNotFoundError):
                 found |= {int(pid) for pid in (folder / "cgroup.procs").read_text().split()}
         return sorted(found)
@@ -98,13 +110,14 @@ class Cgroup:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(FileNotFoundError):
-                await self._set_frozen(False)
+            for state in self._all_folders():
+                with contextlib.suppress(FileNotFoundError):
+                    _write_existing(state / self._freezer_file, self._thawed)
             await asyncio.sleep(0.002)
             waited_s += 0.002
             if waited_s > END_TIMEOUT_S:
                 raise SandboxError(f"cgroup {self.name}: processes {pids} do not die")
-        for folder in self.folders.values():
+        for folder in self._all_folders():
             for _ in range(500):
                 try:
                     folder.rmdir()
@@ -114,10 +127,25 @@ class Cgroup:
                     await asyncio.sleep(0.002)
                 else:
                     break
+        for parent in {folder.parent for folder in self.folders.values()}:
+            with contextlib.suppress(OSError):  # others are in it
+                parent.rmdir()
+
+    def _all_folders(self) -> list[Path]:
+        """Innermost first, also of a group that another process made."""
+        return [path for folder in self.folders.values() for path in (folder / "inner", folder)]
 
     def _set(self, kind: str, name: str, value: int | str) -> None:
         if kind in self.folders:
             (self.folders[kind] / name).write_text(str(value))
+
+    @property
+    def _freezer_file(self) -> str:
+        return "cgroup.freeze" if self.is_unified else "freezer.state"
+
+    @property
+    def _thawed(self) -> str:
+        return "0" if self.is_unified else "THAWED"
 
     async def _set_frozen(self, is_frozen: bool) -> None:
         if self.is_unified:
@@ -133,3 +161,25 @@ class Cgroup:
             if not self.is_unified:
                 state.write_text(wanted)
         raise SandboxError(f"cgroup {self.name}: does not become {wanted}")
+
+
+def _make_folder(folder: Path) -> None:
+    """Make it even if another sandbox's end removes the empty parent at this moment."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True, exist_ok=True)
+            return
+    raise SandboxError(f"cannot make {folder}")
+
+
+def _entering(folders: list[Path], command: list[str]) -> list[str]:
+    joins = "; ".join(f"echo $$ > {folder}/cgroup.procs" for folder in folders)
+    return ["/bin/sh", "-c", f'{joins}; exec "$@"', "sh", *command]
+
+
+def _write_existing(path: Path, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -13,6 +13,7 @@ import secrets
 import struct
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 from baltoro.sandbox.protocol import (
     MIB,
@@ -35,19 +36,33 @@ DEFAULT_ENV = {
 Frame = tuple[int, bytes]
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Both directions to an agent."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    transports: tuple[asyncio.BaseTransport, ...]  # to close at the end
+
+
 class Channel:
     """Frames to and from one agent."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, first_id: int = 1
-    ):
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, stream: Stream, first_id: int = 1):
+        self._reader = stream.reader
+        self._writer = stream.writer
+        self._transports = stream.transports
         self._ids = itertools.count(first_id)
         self._queues: dict[int, asyncio.Queue[Frame]] = {}
         self._hello = asyncio.get_running_loop().create_future()
         self.lost_reason: str | None = None
+        self._pidfd: int | None = None
         self._task = asyncio.create_task(self._sort())
+
+    def watch(self, pid: int) -> None:
+        """Count the agent as gone when this process ends; a FIFO alone never tells."""
+        self._pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._lose, "its first process ended")
 
     @property
     def next_id(self) -> int:
@@ -166,10 +181,23 @@ class Channel:
     async def close(self) -> None:
         """Let go of the stream; the agent goes on."""
         self.lost_reason = self.lost_reason or "closed"
+        self._unwatch()
         self._task.cancel()
-        self._writer.close()
+        for transport in self._transports:
+            transport.close()
         await asyncio.gather(self._task, return_exceptions=True)
         self._wake()
+
+    def _lose(self, reason: str) -> None:
+        self.lost_reason = self.lost_reason or reason
+        self._unwatch()
+        self._wake()
+
+    def _unwatch(self) -> None:
+        if self._pidfd is not None:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = None
 
     def _wake(self) -> None:
         for queue in self._queues.values():
@@ -191,8 +219,7 @@ class Channel:
                 elif process_id in self._queues:
                     self._queues[process_id].put_nowait((kind, payload))
         except (asyncio.IncompleteReadError, OSError, ValueError) as error:
-            self.lost_reason = self.lost_reason or f"its stream ended ({error})"
-            self._wake()
+            self._lose(f"its stream ended ({error})")
 
 
 class AgentProcess:
@@ -292,15 +319,16 @@ def _raise_errno(payload: bytes, path: str) -> None:
         raise OSError(code, os.strerror(code), path)
 
 
-async def open_pipes(
-    read_fd: int, write_fd: int
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Streams over two pipe or FIFO ends, which they own from here on."""
+async def open_pipes(read_fd: int, write_fd: int) -> Stream:
+    """A stream over two pipe or FIFO ends, which it owns from here on."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=4 * MIB)
     protocol = asyncio.StreamReaderProtocol(reader)
-    await loop.connect_read_pipe(lambda: protocol, os.fdopen(read_fd, "rb", buffering=0))
+    read_transport, _ = await loop.connect_read_pipe(
+        lambda: protocol, os.fdopen(read_fd, "rb", buffering=0)
+    )
     write_transport, write_protocol = await loop.connect_write_pipe(
         asyncio.streams.FlowControlMixin, os.fdopen(write_fd, "wb", buffering=0)
     )
-    return reader, asyncio.StreamWriter(write_transport, write_protocol, None, loop)
+    writer = asyncio.StreamWriter(write_transport, write_protocol, None, loop)
+    return Stream(reader, writer, (read_transport, write_transport))

@@ -183,8 +183,7 @@ class Gvisor:
             )
         os.close(guest_in)
         os.close(guest_out)
-        reader, writer = await open_pipes(host_in, host_out)
-        channel = Channel(reader, writer, first_id)
+        channel = Channel(await open_pipes(host_in, host_out), first_id)
         if await process.wait() != 0:
             await channel.close()
             raise SandboxError(f"runsc {words[0]} failed: {_tail(home / 'runsc.log')}")

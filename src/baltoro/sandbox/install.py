@@ -81,7 +81,7 @@ PACKAGES = {
     "kernel": Package(suite="bookworm", names=("linux-image-cloud-amd64",), has_closure=True),
     "image": Package(suite="bookworm", names=IMAGE_PACKAGES),
 }
-GUEST_PROGRAMS = ("agent",)
+GUEST_PROGRAMS = ("agent", "cell")
 
 
 def default_prefix() -> Path:

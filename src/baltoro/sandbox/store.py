@@ -28,6 +28,7 @@ from pathlib import Path
 from baltoro.sandbox.chunks import Chunks, sync_path
 from baltoro.sandbox.manifest import Manifest, MemoryFile, host_fingerprint, parse_manifest
 from baltoro.sandbox.protocol import Binding, LimitError, Limits, SnapshotError
+from baltoro.sandbox.tree import tree_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +223,7 @@ class Store:
     def usage(self) -> Usage:
         """Bytes now held."""
         num_chunks, stored = self._chunks.usage()
-        stored += sum(_tree_bytes(path) for path in (self.root / "payloads").iterdir())
+        stored += sum(tree_bytes(path) for path in (self.root / "payloads").iterdir())
         return Usage(
             logical_bytes=sum(f.size for m in self._manifests.values() for f in m.memory),
             stored_bytes=stored,
@@ -334,19 +335,6 @@ class Store:
 
     def _manifest_path(self, snapshot_id: str) -> Path:
         return self.root / "manifests" / f"{snapshot_id}.json"
-
-
-def _tree_bytes(root: Path) -> int:
-    """Bytes on disk below `root`; a hard-linked file counts once here."""
-    seen = set()
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            st = os.lstat(os.path.join(folder, name))
-            if st.st_ino not in seen:
-                seen.add(st.st_ino)
-                total += st.st_blocks * 512
-    return total
 
 
 def _sync_tree(root: Path) -> None:

@@ -97,6 +97,19 @@ def is_whiteout(st: os.stat_result) -> bool:
     return stat.S_ISCHR(st.st_mode) and st.st_rdev == 0
 
 
+def tree_bytes(root: Path) -> int:
+    """Bytes on disk below `root`; a hard-linked file counts once here."""
+    seen = set()
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            st = os.lstat(os.path.join(folder, name))
+            if st.st_ino not in seen:
+                seen.add(st.st_ino)
+                total += st.st_blocks * 512
+    return total
+
+
 def _kind(name: str, dir_fd: int) -> int | None:
     try:
         return stat.S_IFMT(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)

@@ -1,0 +1,368 @@
+"""CRIU: plain processes in namespaces of their own, dumped and restored by the host's kernel.
+
+The fastest of the drivers, and root only. A small `cell` makes the namespaces and the overlay
+root; CRIU is run inside them, beside the tree, so that it has processes to dump and no namespaces
+(the same dump across namespaces takes twice as long). Restoring is lazy: programs run before
+their memory is there, and fetch it on first touch.
+
+Stops: other processes, the host's files and its network are out of sight; mounts, device nodes,
+ptrace of the host, writes to /proc/sys and raw sockets need capabilities the cell has dropped; a
+control group bounds memory, processes and CPU.
+Does NOT stop: an exploit of the host's kernel, which the sandbox calls directly, without a seccomp
+filter; a sandbox that fills the disk its folder lies on (`Limits.disk_bytes` is checked when it is
+snapshotted, not when it writes); reading global facts in /proc. For code you half trust.
+
+Order of a snapshot: freeze, copy the writable layer (files unchanged since the last time are hard
+links), dump memory, thaw, commit. External connections do not exist; loopback TCP survives.
+"""
+
+import asyncio
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from baltoro.sandbox.cgroup import Cgroup
+from baltoro.sandbox.channel import Channel, open_pipes
+from baltoro.sandbox.install import find_tool
+from baltoro.sandbox.manifest import Manifest
+from baltoro.sandbox.protocol import (
+    DriverUnavailableError,
+    Image,
+    ImageError,
+    Isolation,
+    LimitError,
+    Limits,
+    SandboxError,
+    SnapshotError,
+)
+from baltoro.sandbox.store import Draft
+from baltoro.sandbox.tree import Sealed, merge_layers, seal_tree, tree_bytes
+
+BOOT_TIMEOUT_S = 20.0
+CALL_TIMEOUT_S = 120.0
+AGENT_PID = 2  # the first process that process 1 starts
+MIN_VERSION = (4, 2)
+MAX_LAYERS = 12
+DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
+DUMP_FLAGS = (
+    f"--tree={AGENT_PID}",
+    "--tcp-established",
+    "--network-lock=skip",  # every peer is inside and frozen
+    "--file-locks",
+    "--manage-cgroups=ignore",
+    "--ghost-limit=1073741824",
+    "--verbosity=1",
+)
+
+
+class CriuMachine:
+    """One cell (`baltoro.sandbox.machine.Machine`)."""
+
+    def __init__(
+        self,
+        mechanism: "Criu",
+        sandbox_id: str,
+        home: Path,
+        limits: Limits,
+        pid: int,
+        channel: Channel,
+    ):
+        self.channel = channel
+        self.base_layers: tuple[str, ...] = ()
+        self.group = Cgroup(sandbox_id)
+        self.group.has_inner = True
+        self.lazy: asyncio.subprocess.Process | None = None
+        self.limits = limits
+        self._mechanism = mechanism
+        self._id = sandbox_id
+        self._home = home
+        self._pid = pid
+        self._sealed: Sealed | None = None
+
+    async def freeze(self) -> None:
+        await self.group.freeze()
+
+    async def thaw(self) -> None:
+        await self.group.thaw()
+
+    async def dump(self, draft: Draft, *, is_frozen: bool, is_last: bool) -> Mapping[str, str]:
+        await self._finish_lazy()
+        if not is_frozen:
+            await self.freeze()
+        try:
+            size = await asyncio.to_thread(tree_bytes, self._home / "upper")
+            if size > self.limits.disk_bytes:
+                raise LimitError(
+                    f"sandbox {self._id}: {size} bytes of files,"
+                    f" limits.disk_bytes={self.limits.disk_bytes}"
+                )
+            sealed = await asyncio.to_thread(
+                seal_tree, self._home / "upper", draft.files, self._sealed
+            )
+            last_pid = _last_pid(self.group)
+            await self._mechanism.dump(self._pid, self.group.freezer, draft.memory)
+        except (OSError, SandboxError) as error:
+            if not is_frozen:
+                await self.thaw()
+            if isinstance(error, OSError):
+                raise SnapshotError(f"sandbox {self._id}: {error}") from error
+            raise
+        self._sealed = sealed
+        if not is_frozen and not is_last:
+            await self.thaw()
+        return {"last_pid": str(last_pid)}
+
+    async def end(self) -> None:
+        await self.channel.close()
+        await self._mechanism.sweep(self._id, self._home)
+        if self.lazy is not None:
+            await self.lazy.wait()
+
+    async def _finish_lazy(self) -> None:
+        """All memory must be here before it can be dumped again."""
+        if self.lazy is not None:
+            await asyncio.wait_for(self.lazy.wait(), CALL_TIMEOUT_S)
+            self.lazy = None
+
+
+class Criu:
+    """Machines dumped by `criu` (`baltoro.sandbox.machine.Mechanism`)."""
+
+    name = "criu"
+    isolation: Isolation = "namespaces"
+    needs_root = True
+    is_bound_to_host = True
+
+    def __init__(self, prefix: Path, *, is_lazy: bool = True):
+        if os.geteuid() != 0:
+            raise DriverUnavailableError("criu: needs root; use gvisor or qemu as an ordinary user")
+        self._prefix = prefix
+        self._criu = find_tool(prefix, "criu")
+        self._agent = find_tool(prefix, "agent")[0]
+        self._cell = find_tool(prefix, "cell")[0]
+        self._is_lazy = is_lazy
+        self._version: str | None = None
+
+    async def version(self) -> str:
+        if self._version is None:
+            out = await _output([*self._criu, "--version"])
+            version = out.split("Version:")[-1].split()[0]
+            if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
+                raise DriverUnavailableError(
+                    f"criu: version {version}, at least 4.2 is needed;"
+                    " run `baltoro sandbox install`"
+                )
+            self._version = version
+        return self._version
+
+    async def boot(self, sandbox_id: str, home: Path, image: Image, limits: Limits) -> CriuMachine:
+        await self.version()
+        _make_upper(home)
+        pid = await self._make_cell(sandbox_id, home, [image.root], limits, last_pid=0)
+        channel = await _connect(pid, first_id=1)
+        try:
+            await channel.hello(BOOT_TIMEOUT_S)
+        except SandboxError as error:
+            await channel.close()
+            raise ImageError(f"sandbox {sandbox_id}: {error}") from error
+        return CriuMachine(self, sandbox_id, home, limits, pid, channel)
+
+    async def revive(
+        self, sandbox_id: str, home: Path, manifest: Manifest, memory: Path, layers: list[Path]
+    ) -> CriuMachine:
+        (home / "upper").mkdir()
+        if len(layers) > MAX_LAYERS:
+            await asyncio.to_thread(merge_layers, layers, home / "merged")
+            layers = [home / "merged"]
+        lowers = [*reversed(layers), Path(manifest.image_root)]
+        last_pid = int(manifest.notes["last_pid"]) + 100
+        pid = await self._make_cell(sandbox_id, home, lowers, manifest.limits, last_pid)
+        lazy = await self._restore(sandbox_id, pid, home, memory)
+        channel = await _connect(pid, int(manifest.notes["next_id"]))
+        machine = CriuMachine(self, sandbox_id, home, manifest.limits, pid, channel)
+        machine.base_layers = manifest.layers
+        machine.lazy = lazy
+        return machine
+
+    async def sweep(self, sandbox_id: str, home: Path) -> None:
+        await Cgroup(sandbox_id).end()
+
+    async def close(self) -> None:
+        return
+
+    async def dump(self, pid: int, freezer: Path, memory: Path) -> None:
+        """Dump the tree of a cell whose tasks are frozen; they stay frozen."""
+        await self._enter(
+            pid, ["dump", *DUMP_FLAGS, "--leave-running"], memory, memory, freezer=freezer
+        )
+
+    async def _restore(
+        self, sandbox_id: str, pid: int, home: Path, memory: Path
+    ) -> asyncio.subprocess.Process | None:
+        words = ["restore", "--restore-detached", "--tcp-established", "--file-locks"]
+        words += ["--manage-cgroups=ignore", "--verbosity=1"]
+        work = home / "criu"
+        work.mkdir()
+        lazy = None
+        if self._is_lazy:
+            words.append("--lazy-pages")
+            lazy = await self._start_lazy(memory, work)
+        group = Cgroup(sandbox_id)
+        group.has_inner = True
+        try:
+            await self._enter(pid, words, memory, work, group=group)
+        except SandboxError:
+            if lazy is not None:
+                lazy.kill()
+                await lazy.wait()
+            raise
+        return lazy
+
+    async def _start_lazy(self, memory: Path, work: Path) -> asyncio.subprocess.Process:
+        """The process that hands out pages on first touch and ends when all are there."""
+        ready_in, ready_out = os.pipe()
+        command = [*self._criu, "lazy-pages", f"--images-dir={memory}", f"--work-dir={work}"]
+        command += [f"--status-fd={ready_out}", "--verbosity=1", "--log-file=lazy.log"]
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            pass_fds=(ready_out,),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        os.close(ready_out)
+        try:
+            if not await asyncio.to_thread(os.read, ready_in, 1):
+                raise SnapshotError(f"criu lazy-pages: {_tail(work / 'lazy.log')}")
+        finally:
+            os.close(ready_in)
+        return process
+
+    async def _enter(
+        self,
+        pid: int,
+        words: list[str],
+        memory: Path,
+        work: Path,
+        *,
+        freezer: Path | None = None,
+        group: Cgroup | None = None,
+    ) -> None:
+        """Run CRIU inside a cell's namespaces; host folders are reached through descriptors."""
+        opened = [os.open(path, os.O_RDONLY) for path in (self._prefix / "criu", memory, work)]
+        tool, images, logs = (f"/proc/self/fd/{fd}" for fd in opened)
+        command = [word.replace(str(self._prefix / "criu"), tool) for word in self._criu]
+        command += [*words, f"--images-dir={images}", f"--work-dir={logs}", "--log-file=criu.log"]
+        if freezer is not None:
+            opened.append(os.open(freezer, os.O_RDONLY))
+            command.append(f"--freeze-cgroup=/proc/self/fd/{opened[-1]}")
+        command = ["nsenter", f"--target={pid}", "-m", "-p", "-n", "-i", "-u", *command]
+        if group is not None:
+            command = group.entering_inner(command)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                pass_fds=opened,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
+        finally:
+            for fd in opened:
+                os.close(fd)
+        try:
+            code = await asyncio.wait_for(process.wait(), CALL_TIMEOUT_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise SnapshotError(f"criu {words[0]}: no end within {CALL_TIMEOUT_S} s") from None
+        if code != 0:
+            raise SnapshotError(f"criu {words[0]} failed ({code}): {_tail(work / 'criu.log')}")
+        (work / "criu.log").unlink(missing_ok=True)
+
+    async def _make_cell(
+        self,
+        sandbox_id: str,
+        home: Path,
+        lowers: list[Path],
+        limits: Limits,
+        last_pid: int,
+    ) -> int:
+        """Namespaces and root, with an agent if `last_pid` is 0; returns the pid of process 1."""
+        group = Cgroup(sandbox_id)
+        group.open(limits, has_inner=True)
+        (home / "work").mkdir()
+        (home / "root").mkdir()
+        command = [self._cell, ":".join(map(str, lowers)), str(home / "upper"), str(home / "work")]
+        command += [str(home / "root"), self._agent, str(group.freezer / "cgroup.procs")]
+        return int(await _output(group.entering([*command, str(last_pid)])))
+
+
+async def _connect(pid: int, first_id: int) -> Channel:
+    """The host's end of the agent's FIFOs, once the agent has opened its own."""
+    door = Path(f"/proc/{pid}/root/.agent")
+    deadline = time.monotonic() + BOOT_TIMEOUT_S
+    while True:
+        try:
+            # Only to write: a reader of its own input would look like a hang-up.
+            host_in = os.open(door / "in", os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            if error.errno != errno.ENXIO or time.monotonic() > deadline:
+                raise SandboxError(f"the agent did not open its door: {error}") from error
+            await asyncio.sleep(0.001)
+    host_out = os.open(door / "out", os.O_RDWR | os.O_NONBLOCK)
+    channel = Channel(await open_pipes(host_out, host_in), first_id)
+    channel.watch(pid)
+    return channel
+
+
+def _make_upper(home: Path) -> None:
+    """What a new sandbox's writable layer starts with: the agent's door and a few devices."""
+    upper = home / "upper"
+    for folder in ("dev/pts", "dev/shm", ".agent", "proc", "work", "tmp", "run"):
+        (upper / folder).mkdir(parents=True)
+    (upper / "dev/shm").chmod(0o1777)
+    (upper / "tmp").chmod(0o1777)
+    (upper / ".agent").chmod(0o700)
+    (upper / ".agent/agent").touch()
+    for name in ("in", "out"):
+        os.mkfifo(upper / ".agent" / name, 0o600)
+    for name, (major, minor) in DEVICES.items():
+        os.mknod(upper / "dev" / name, 0o020666, os.makedev(major, minor))
+        (upper / "dev" / name).chmod(0o666)
+    os.mknod(upper / "dev/tty", 0o020666, os.makedev(5, 0))
+    (upper / "dev/tty").chmod(0o666)
+    (upper / "dev/ptmx").symlink_to("pts/ptmx")
+    (upper / "dev/fd").symlink_to("/proc/self/fd")
+
+
+def _last_pid(group: Cgroup) -> int:
+    """The highest pid, inside, that a process or thread of the group has."""
+    highest = AGENT_PID
+    for pid in group.pids():
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                for line in Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines():
+                    if line.startswith(("NSpid:", "NSpgid:", "NSsid:")):
+                        highest = max(highest, int(line.split()[-1]))
+    return highest
+
+
+def _tail(path: Path) -> str:
+    if not path.exists():
+        return "no log"
+    return path.read_text(errors="replace").strip()[-400:] or "an empty log"
+
+
+async def _output(command: list[str]) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    if process.returncode != 0:
+        raise SandboxError(f"{err.decode(errors='replace').strip()[-300:] or command[-1]}")
+    return out.decode()
