@@ -50,7 +50,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     placeholder = top.size("media_placeholder_token_id", 163605, minimum=0)
     if values is not None:
         values.where = "vision_config"
-        vision = _read_vision(values, text.values.get("hidden_size"), placeholder)
+        vision = _read_vision(values, text.size("hidden_size"), placeholder)
     top.expect("tie_word_embeddings", False, why="the head has its own matrix")
     _check_quantization(top)
     pad_token_id = top.optional_size("pad_token_id", minimum=0)
@@ -245,7 +245,7 @@ def _check_quantization(section: Section) -> None:
             weights.expect("type", "float", why="MXFP4 codes are E2M1 floats")
 
 
-def _read_vision(vision: Section, text_size: object, placeholder: int) -> VisionConfig:
+def _read_vision(vision: Section, text_size: int, placeholder: int) -> VisionConfig:
     only = "what the release's tower computes"
     for key, allowed in _TOWER.items():
         vision.expect(key, allowed, why=only)
