@@ -21,6 +21,11 @@ Verb = Callable[..., None]
 # verb -> (module:function, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("baltoro.doctor:doctor", "what this machine offers and what will run on it"),
+    "inspect": ("baltoro.checkpoint.inspect:inspect", "what a checkpoint or preset consists of"),
+    "generate": ("baltoro.serve.generate:generate", "continue a prompt"),
+    "chat": ("baltoro.serve.chat:chat", "talk with a model in the terminal"),
+    "convert": ("baltoro.checkpoint.convert:convert", "write a checkpoint in another format"),
+    "fixture": ("baltoro.checkpoint.fixture:fixture", "a tiny random checkpoint for tests"),
 }
 
 USAGE = """\

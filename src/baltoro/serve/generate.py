@@ -3,15 +3,24 @@
 The plain loop beside the engine to come; `baltoro generate` and `baltoro chat` run it.
 """
 
+import sys
+import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from baltoro.checkpoint.load import load
 from baltoro.model.cache import DenseCache
 from baltoro.model.model import Model
 from baltoro.serve.sampler import Sampling, sample
+from baltoro.text.pictures import open_picture
+from baltoro.text.processor import Processor, Prompt
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Dtype = Literal["float32", "bfloat16"]
 
 
 class GeneratedToken(NamedTuple):
@@ -135,3 +144,132 @@ def _generate(
         if token.id in stop_ids or step + 1 == max_new_tokens:
             return
         logits_NW = decode(model, ids_N, cache)
+
+
+def generate(
+    checkpoint: str,
+    *,
+    prompt: str,
+    image: tuple[Path, ...] = (),
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    min_p: float = 0.0,
+    seed: int | None = None,
+    dtype: Dtype | None = None,
+    device: str = "cpu",
+    experts: Literal["decoded", "packed"] = "decoded",
+) -> None:
+    """Continue a prompt with the model in CHECKPOINT, printing the text as it comes.
+
+    The prompt is plain text, not a conversation (that is `baltoro chat`).
+
+    Args:
+        checkpoint: directory in the official layout, with its tokenizer.
+        prompt: text to continue.
+        image: pictures that stand before the text, in order.
+        max_new_tokens: stop after this many tokens if the model does not end before.
+        temperature: 0 always takes the likeliest token.
+        top_p: draw from the smallest set of tokens with this probability.
+        top_k: draw from this many tokens.
+        min_p: drop tokens below this share of the likeliest one's probability.
+        seed: equal seeds give equal text on one machine.
+        dtype: of the weights; absent, as they are stored.
+        device: cpu, cuda, cuda:1.
+        experts: keep MXFP4 experts packed to save memory.
+    """
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+    model = load_for_text(checkpoint, dtype=dtype, device=device, experts=experts)
+    processor: Processor = model.processor
+    request = completion_prompt(processor, prompt, image)
+    tokens = generate_tokens(
+        model,
+        request.ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        stop_ids=processor.tokenizer.stop_ids,
+        generator=seeded(seed, device),
+        image_features=image_features(model, request),
+    )
+    stream = processor.tokenizer.text_stream(skip_special=True)
+    start, count = time.perf_counter(), 0
+    first = 0.0
+    for token in tokens:
+        count += 1
+        first = first or time.perf_counter() - start
+        print(stream.feed(token.id), end="", flush=True)
+    print(stream.end())
+    print(speed_line(len(request.ids), count, first, time.perf_counter() - start), file=sys.stderr)
+
+
+def load_for_text(
+    checkpoint: str,
+    *,
+    dtype: Dtype | None,
+    device: str,
+    experts: Literal["decoded", "packed"],
+) -> Model:
+    """The model of a directory, which must hold a tokenizer; `ValueError` if it does not."""
+    model = load(
+        checkpoint,
+        dtype=None if dtype is None else DTYPES[dtype],
+        device=checked_device(device),
+        experts=experts,
+    )
+    if model.processor is None:
+        raise ValueError(
+            f"{checkpoint}: no K3 tokenizer beside the weights (tokenizer.json or tiktoken.model); "
+            "copy the tokenizer files into the directory"
+        )
+    return model
+
+
+def checked_device(device: str) -> torch.device:
+    """The device by its name; `ValueError` if torch knows no such device or cannot reach it."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device={device!r}: use cpu, cuda or cuda:N") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={device!r}: {torch.cuda.device_count()} CUDA devices are here")
+    if found.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: use cpu, cuda or cuda:N")
+    return found
+
+
+def completion_prompt(processor: Processor, text: str, pictures: Sequence[Path]) -> Prompt:
+    """Pictures, then the text, as ids; no message around them."""
+    tokenizer, images = processor.tokenizer, processor.images
+    if pictures and images is None:
+        raise ValueError("image: this model takes only text (no preprocessor_config.json)")
+    if not pictures or images is None:
+        return Prompt(tokenizer.encode(text))
+    opened = [open_picture(path) for path in pictures]
+    ids: list[int] = []
+    for picture in opened:
+        num_pads = images.num_tokens(*picture.size)
+        ids += tokenizer.encode(images.image_prompt(*picture.size, num_pads), allow_special=True)
+    return Prompt([*ids, *tokenizer.encode(text)], *images.process(opened))
+
+
+@torch.inference_mode()
+def image_features(model: Model, prompt: Prompt) -> Tensor | None:
+    """Rows `[rows, D]` of a prompt's pictures; None without any."""
+    if prompt.pixel_values is None or prompt.grid_thws is None:
+        return None
+    device = model.lm_head.weight.device
+    pixels = torch.from_numpy(prompt.pixel_values).to(device)
+    return model.encode_images(pixels, torch.from_numpy(prompt.grid_thws))
+
+
+def seeded(seed: int | None, device: str) -> torch.Generator | None:
+    """A generator of its own for a seed; None leaves torch's global one."""
+    return None if seed is None else torch.Generator(device).manual_seed(seed)
+
+
+def speed_line(num_prompt: int, num_new: int, first: float, total: float) -> str:
+    """One line on how long it took; seconds to the first token and in all."""
+    rate = (num_new - 1) / (total - first) if num_new > 1 and total > first else 0.0
+    decode = f", then {rate:.1f} tokens/s" if rate else ""
+    return f"[{num_prompt} prompt tokens, {num_new} new; first after {first:.2f} s{decode}]"

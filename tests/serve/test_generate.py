@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from baltoro.cli import main
+from baltoro.model.model import Model
+from baltoro.serve.generate import completion_prompt, generate_tokens, image_features
+from baltoro.serve.sampler import Sampling
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def greedy(model: Model, ids: list[int], count: int, **options: object) -> list[int]:
+    tokens = generate_tokens(model, ids, max_new_tokens=count, sampling=GREEDY, **options)  # type: ignore[arg-type]
+    return [token.id for token in tokens]
+
+
+def test_greedy_text_is_what_whole_forward_passes_choose(nano: Model) -> None:
+    ids = [5, 80, 33, 7]
+    written = greedy(nano, ids, 6)
+    for _ in range(6):
+        bounds = torch.tensor([0, len(ids)], dtype=torch.int32)
+        with torch.no_grad():
+            hidden = nano(torch.tensor(ids), bounds).hidden
+            ids = [*ids, int(nano.lm_head(hidden[-1]).argmax())]
+    assert written == ids[4:]
+
+
+def test_the_slice_size_of_the_prefill_does_not_matter(nano: Model) -> None:
+    ids = list(range(40))
+    assert greedy(nano, ids, 5, max_prefill_tokens=7) == greedy(nano, ids, 5)
+
+
+def test_log_probabilities_add_up_to_the_model_s_own(nano: Model) -> None:
+    tokens = list(generate_tokens(nano, [5, 80], max_new_tokens=3, sampling=GREEDY))
+    ids = torch.tensor([5, 80, *[t.id for t in tokens]])
+    with torch.no_grad():
+        hidden = nano(ids, torch.tensor([0, 5], dtype=torch.int32)).hidden
+        logprobs = nano.lm_head(hidden).log_softmax(-1)
+    for place, token in enumerate(tokens):
+        assert token.logprob == pytest.approx(logprobs[1 + place, token.id].item(), abs=1e-4)
+
+
+def test_a_stop_token_ends_the_text_and_is_given(nano: Model) -> None:
+    free = greedy(nano, [5, 80, 33], 6)
+    stop = free[2]
+    stopped = greedy(nano, [5, 80, 33], 6, stop_ids=(stop,))
+    assert stopped == free[: free.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "message"),
+    [
+        ([], 4, "prompt: it has no tokens"),
+        ([1, 10**6], 4, "token id 1000000 is outside the vocabulary"),
+        ([1, -1], 4, "token id -1"),
+        ([1], 0, "max_new_tokens=0"),
+        ([1], 10**9, "exceed the context"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(
+    nano: Model, ids: list[int], count: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate_tokens(nano, ids, max_new_tokens=count, sampling=GREEDY)
+
+
+def test_a_picture_changes_the_text_and_a_split_prefill_places_it_the_same(
+    nano: Model, tmp_path: Path
+) -> None:
+    path = tmp_path / "p.png"
+    Image.effect_noise((90, 60), 80).convert("RGB").save(path)
+    prompt = completion_prompt(nano.processor, "what is this", [path])
+    features = image_features(nano, prompt)
+    assert features is not None
+    assert prompt.ids.count(nano.tokenizer.media_pad_id) == features.shape[0] == 12
+    seen = greedy(nano, prompt.ids, 8, image_features=features)
+    assert seen == greedy(nano, prompt.ids, 8, image_features=features, max_prefill_tokens=9)
+    assert seen != greedy(nano, prompt.ids, 8, image_features=-features)
+
+
+def test_equal_seeds_write_equal_text(nano_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["generate", str(nano_dir), "--prompt", "Hi", "--max-new-tokens", "8", "--seed"]
+    texts = []
+    for seed in ("3", "3", "4"):
+        assert main([*args, seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", ""], "prompt: it has no tokens"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt", "x", "--device", "tpu9"], "device='tpu9'"),
+        (["--prompt", "x", "--image", "nowhere.png"], "nowhere.png"),
+        (["--prompt", "x", "--image", "README.md"], "README.md"),
+        (["--prompt", "x", "--max-new-tokens", "999999999"], "exceed the context"),
+    ],
+)
+def test_bad_input_is_one_clear_line(
+    nano_dir: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["generate", str(nano_dir), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_without_a_tokenizer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "tests/golden/k3-mini", "--prompt", "x"]) == 2
+    assert "no K3 tokenizer beside the weights" in capsys.readouterr().err
