@@ -50,7 +50,7 @@ class BpeTokenizer(Tokenizer):
         Raises `ValueError` if `vocab_size` has no room for bytes and special tokens, or if `texts`
         do not yield so many merges.
         """
-        num_ordinary = vocab_size - num_specials
+        num_ordinary = vocab_size - len(block(0, num_specials))
         if num_ordinary < len(_BYTE_OF):
             raise ValueError(
                 f"vocab_size={vocab_size}: must be at least {len(_BYTE_OF) + num_specials}, for "

@@ -8,9 +8,11 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ValueError` naming the file if it holds none."""
+    """The JSON object in a file. Raises `ValueError` naming the file if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: is missing") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: is not JSON ({error}); was the copy complete?") from error
     if not isinstance(value, dict):
