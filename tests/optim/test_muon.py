@@ -1,15 +1,17 @@
 """Muon on true matrices: the update rule, its scale, and heads of unequal gradients."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from baltoro.ops.newton_schulz import newton_schulz
+from baltoro.optim.assignment import assign
 from baltoro.optim.config import OptimConfig
-from baltoro.optim.muon import muon_step, split
-from baltoro.optim.structure import MatrixBlocks
+from baltoro.optim.muon import muon_flops, muon_step, split
+from baltoro.optim.structure import Elementwise, MatrixBlocks
 
 CONFIG = OptimConfig()
 BY_HEAD = MatrixBlocks(row_parts=(8,), col_parts=(32,), num_groups=2, why="rows by head")
@@ -128,6 +130,36 @@ def test_stacks_of_any_size_give_the_same_updates(max_elements: int) -> None:
         results.append(weights + momenta)
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+def test_equal_shapes_of_all_parameters_share_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks = []
+
+    def counted(x: Tensor, **options: Any) -> Tensor:
+        stacks.append(list(x.shape))
+        return newton_schulz(x, **options)
+
+    monkeypatch.setattr("baltoro.optim.muon.newton_schulz", counted)
+    entries = []
+    for shape in [(12, 20), (6, 6), (20, 12), (4, 12, 20)]:
+        blocks = MatrixBlocks(row_parts=shape[-2:-1], col_parts=shape[-1:], why="whole")
+        weight, momentum, grad = (torch.randn(shape) for _ in range(3))
+        entries += split(weight, momentum, grad, blocks)
+    muon_step(entries, lr=0.1, config=CONFIG)
+    assert sorted(stacks) == [[1, 6, 6], [6, 12, 20]]
+
+
+def test_the_work_of_a_step_is_counted_from_the_table() -> None:
+    structure = {
+        "q": BY_HEAD,
+        "experts": MatrixBlocks(row_parts=(4, 4), col_parts=(3,), why="gate and up"),
+        "norm": Elementwise(kind="norm", why="gain"),
+    }
+    shapes = {"q": (16, 32), "experts": (5, 8, 3), "norm": (7,)}
+    named = [(name, torch.zeros(shape)) for name, shape in shapes.items()]
+    heads = 2 * (4 * 8 * 8 * 32 + 2 * 8**3)
+    experts = 5 * 2 * (4 * 3 * 3 * 4 + 2 * 3**3)
+    assert muon_flops(assign(named, structure), CONFIG) == 5 * (heads + experts)
 
 
 def test_products_in_bf16_stay_near_those_in_fp32() -> None:

@@ -9,6 +9,7 @@ tensor: a head's block is smaller, and without its own factor its update would b
 of one shape, or its transpose, from all parameters are stacked and orthogonalised together.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from baltoro.ops.newton_schulz import newton_schulz
+from baltoro.optim.assignment import Assignment
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.structure import MatrixBlocks
 
@@ -72,6 +74,23 @@ def muon_step(entries: Sequence[MuonBlocks], *, lr: float, config: OptimConfig) 
         scale = config.update_rms * math.sqrt(orthogonal.shape[2])
         torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
         torch._foreach_add_(weights, updates, alpha=-lr * scale)
+
+
+def muon_flops(assignment: Assignment, config: OptimConfig) -> int:
+    """Floating-point operations of the matrix products of one step, whatever the batch.
+
+    Per matrix of sides r <= c and Newton-Schulz step: r x r Gram, its square, its product with the
+    matrix, 4 r^2 c + 2 r^3. On small batches this can exceed forward and backward together.
+    """
+    total = 0
+    for row in assignment.rows:
+        if row.blocks is None:
+            continue
+        num_matrices = row.blocks.num_groups * math.prod(row.shape[:-2])
+        for rows, cols in itertools.product(row.blocks.row_parts, row.blocks.col_parts):
+            short, long = sorted((rows, cols))
+            total += num_matrices * (4 * short**2 * long + 2 * short**3)
+    return config.newton_schulz_steps * total
 
 
 def _stacks(entries: Sequence[MuonBlocks], max_elements: int) -> Iterator[list[MuonBlocks]]:

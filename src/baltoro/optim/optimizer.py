@@ -57,8 +57,8 @@ class Optimizer:
         """Update every parameter that has a gradient; gradients are read and kept.
 
         Returns the names without a gradient: neither they nor their state change, and they do not
-        decay. Gradients that are not finite spoil weights and state, so check the norm first. Raises
-        `ValueError` for a rate that is negative or not finite.
+        decay. Gradients that are not finite spoil weights and state, so check the norm first.
+        Raises `ValueError` for a rate that is negative or not finite.
         """
         if not 0.0 <= lr < math.inf:
             raise ValueError(f"lr={lr}: must be finite and not negative")
