@@ -113,12 +113,16 @@ def test_a_failed_write_leaves_the_old_file_and_no_rest(directory, small_bpe, mo
     assert sorted(os.listdir(directory)) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_a_directory_without_or_with_two_tokenizers_is_refused(tmp_path, directory):
-    with pytest.raises(ValueError, match="has both"):
-        (directory / "tiktoken.model").write_text("")
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    for directory in (tmp_path, tmp_path / "nothing", str(tmp_path)):
+        with pytest.raises(ValueError, match="has neither"):
+            load_tokenizer(directory)
+
+
+def test_the_file_of_the_release_wins_over_ours(directory):
+    (directory / "tiktoken.model").write_text("")
+    with pytest.raises(ValueError, match=r"tiktoken\.model: the 0 tokens"):
         load_tokenizer(directory)
-    with pytest.raises(ValueError, match="has neither"):
-        load_tokenizer(tmp_path / "nothing")
 
 
 def test_the_special_tokens_of_another_model_are_refused(directory):

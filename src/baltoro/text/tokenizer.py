@@ -29,19 +29,17 @@ def train(texts: Iterable[str], vocab_size: int, num_specials: int = NUM_SPECIAL
 def load_tokenizer(directory: Path | str) -> Tokenizer:
     """The tokenizer of a checkpoint directory.
 
-    `tiktoken.model` is the release's, `tokenizer.json` one of ours; either needs
-    `tokenizer_config.json`. If there is a `config.json`, its `vocab_size` must be the tokenizer's.
+    `tiktoken.model` is the release's and wins over `tokenizer.json`, which is one of ours; either
+    needs `tokenizer_config.json`. If there is a `config.json`, its `vocab_size` must be the
+    tokenizer's.
 
-    Raises `ValueError`, naming the file and the fault: none or both of the files, a broken one, the
-    special tokens of another model, another vocabulary size.
+    Raises `ValueError`, naming the file and the fault: neither file, a broken one, the special
+    tokens of another model, another vocabulary size.
     """
     directory = Path(directory)
     has_ranks = (directory / RANKS_FILE).is_file()
-    if has_ranks == (directory / TOKENIZER_FILE).is_file():
-        what = "both" if has_ranks else "neither"
-        raise ValueError(
-            f"{directory}: has {what} {RANKS_FILE} and {TOKENIZER_FILE}; a tokenizer is one of them"
-        )
+    if not has_ranks and not (directory / TOKENIZER_FILE).is_file():
+        raise ValueError(f"{directory}: has neither {RANKS_FILE} nor {TOKENIZER_FILE}")
     loaded: Tokenizer = (TiktokenTokenizer if has_ranks else BpeTokenizer).load(directory)
     _check_size(directory / "config.json", loaded.vocab_size)
     return loaded
