@@ -1,7 +1,7 @@
 """CRIU against the contract of machine drivers. Slow: each case boots real sandboxes."""
 
-import contract
 import pytest
+from sandbox import contract
 
 from baltoro.sandbox.criu import Criu
 from baltoro.sandbox.install import default_prefix

@@ -1,7 +1,7 @@
 """gVisor against the contract of machine drivers. Slow: each case boots real sandboxes."""
 
-import contract
 import pytest
+from sandbox import contract
 
 from baltoro.sandbox.gvisor import Gvisor
 from baltoro.sandbox.install import default_prefix
