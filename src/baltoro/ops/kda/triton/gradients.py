@@ -17,7 +17,7 @@ of the L2 norm's backward, which a strip of channels cannot see.
 import triton
 import triton.language as tl
 
-from baltoro.ops.kda.triton.tiles import CHUNK, HALF, LOG2E, half_factors, load_log2_gate
+from baltoro.ops.kda.triton.tiles import CHUNK, HALF, half_factors, load_log2_gate
 
 
 @triton.jit
@@ -118,9 +118,7 @@ def gradients_kernel(
         g + head, first + HALF * num_heads * K, (first >= 0) & (length > HALF), bias, rate,
         lower_bound, FROM_LOGITS,
     )  # fmt: skip
-    G, _, end, row, col, cross = half_factors(
-        gate, tl.sum(first_lo, 0), tl.sum(first_hi, 0), rows
-    )
+    G, _, end, row, col, cross = half_factors(gate, tl.sum(first_lo, 0), tl.sum(first_hi, 0), rows)
     q_CK = tl.load(q + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
     k_CK = tl.load(k + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
     if NORMALIZE:

@@ -11,7 +11,9 @@ import torch
 import triton
 
 from baltoro.ops.kda.triton.gradients import gradients_kernel
+from baltoro.ops.kda.triton.gradients_sm90 import gradients_sm90_kernel
 from baltoro.ops.kda.triton.prep import prep_kernel
+from baltoro.ops.kda.triton.prep_sm90 import prep_sm90_kernel
 from baltoro.ops.kda.triton.scan import forward_scan_kernel, reverse_scan_kernel
 from baltoro.ops.kda.triton.tiles import CHUNK, table_kernel
 
@@ -35,6 +37,7 @@ class Shapes:
     forward: Shape
     reverse: Shape
     gradients: Shape
+    is_sm90: bool = False
 
 
 # Measured on one H200 (docs/LOG.md); `bench/kda.py --tune` prints the candidates.
@@ -143,6 +146,15 @@ def prepare(
     table_kernel[(M,)](
         cu_seqlens, saved.table, saved.offsets, N, PADDED=triton.next_power_of_2(N), num_warps=1
     )
+    if shapes.is_sm90:
+        prep_sm90_kernel[(H, M)](
+            q, k, g, beta, gate.a_log, gate.dt_bias, saved.table,
+            saved.kp, saved.kc, saved.qp, saved.ainv, saved.aqk, saved.gamma, saved.beta,
+            saved.norms,
+            K**-0.5 if gate.normalize else 1.0, gate.eps, gate.lower_bound, H,
+            K=K, FROM_LOGITS=gate.a_log is not None, NORMALIZE=gate.normalize, num_warps=4,
+        )  # fmt: skip
+        return saved
     prep_kernel[(H, M)](
         q, k, g, beta, gate.a_log, gate.dt_bias, saved.table,
         saved.kp, saved.kc, saved.qp, saved.ainv, saved.aqk, saved.gamma, saved.beta, saved.norms,
@@ -237,6 +249,15 @@ def input_gradients(
     parts = q.new_empty(2, M if from_logits else 0, H, K, dtype=torch.float32)
     tile = min(shapes.gradients.tile, K)
     if M > 0:
+      if shapes.is_sm90:
+        gradients_sm90_kernel[(H * K // 64, M)](
+            q, k, g, v, o, do, dv, saved.v_new, saved.states, d_states, saved.gamma, saved.beta,
+            saved.norms, gate.a_log, gate.dt_bias, saved.table,
+            dq, dk, dg, dbeta, parts[0], parts[1],
+            K**-0.5 if gate.normalize else 1.0, gate.lower_bound, H,
+            K=K, V=V, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4,
+        )  # fmt: skip
+      else:
         gradients_kernel[(H * K // tile, M)](
             q, k, g, v, o, do, dv, saved.v_new, saved.states, d_states, saved.gamma, saved.beta,
             saved.norms, gate.a_log, gate.dt_bias, saved.table,
