@@ -168,6 +168,25 @@ def test_a_master_changed_by_hand_is_published() -> None:
     assert torch.equal(named["q"], want)
 
 
+def test_loaded_masters_reach_their_parameters() -> None:
+    trained, fresh = optimizer(parameters(torch.bfloat16)), optimizer(parameters(torch.bfloat16))
+    train(trained, range(3))
+    fresh.load_state_dict(trained.state_dict())
+    for name in SHAPES:
+        assert torch.equal(fresh.parameters[name], trained.parameters[name]), name
+
+
+def test_what_has_no_decay_stays_where_its_gradient_is_zero() -> None:
+    named = parameters()
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer(named).step(lr=0.5)
+    for name, parameter in named.items():
+        shrink = 1.0 if name == "A_log" else 1.0 - 0.5 * 0.1
+        torch.testing.assert_close(parameter.detach(), before[name] * shrink, msg=name)
+
+
 def test_fp32_parameters_are_their_own_masters() -> None:
     named = parameters()
     optim = optimizer(named)
