@@ -16,15 +16,23 @@ def listed(config: ModelConfig, experts: str = "BF16") -> list[names.ReleaseTens
     return list(release_tensors(config, fresh_layout(config, dtype="BF16", experts=experts)))
 
 
-def test_k3_has_the_names_and_bytes_of_its_release() -> None:
-    tensors = listed(k3(), "mxfp4")
-    assert len({tensor.name for tensor in tensors}) == 497_220
-    assert sum(tensor.num_bytes for tensor in tensors) == 1_560_860_324_864
-    assert sum(tensor.num_elements for tensor in tensors) == 2_779_931_837_184
+@pytest.fixture(scope="module")
+def release_of_k3() -> list[names.ReleaseTensor]:
+    return listed(k3(), "mxfp4")
 
 
-def test_k3_is_cut_into_the_shards_of_its_release() -> None:
-    shards = shard_files(listed(k3(), "mxfp4"), wrapped=True)
+def test_k3_has_the_names_and_bytes_of_its_release(
+    release_of_k3: list[names.ReleaseTensor],
+) -> None:
+    assert len({tensor.name for tensor in release_of_k3}) == 497_220
+    assert sum(tensor.num_bytes for tensor in release_of_k3) == 1_560_860_324_864
+    assert sum(tensor.num_elements for tensor in release_of_k3) == 2_779_931_837_184
+
+
+def test_k3_is_cut_into_the_shards_of_its_release(
+    release_of_k3: list[names.ReleaseTensor],
+) -> None:
+    shards = shard_files(release_of_k3, wrapped=True)
     files = list(shards)
     assert len(files) == 96
     assert files[0] == "model-00001-of-000096.safetensors"
@@ -42,8 +50,10 @@ def test_k3_is_cut_into_the_shards_of_its_release() -> None:
     assert len(shards[files[95]]) == 165
 
 
-def test_some_tensors_of_k3_are_as_its_release_lists_them() -> None:
-    tensors = {tensor.name: tensor for tensor in listed(k3(), "mxfp4")}
+def test_some_tensors_of_k3_are_as_its_release_lists_them(
+    release_of_k3: list[names.ReleaseTensor],
+) -> None:
+    tensors = {tensor.name: tensor for tensor in release_of_k3}
     layer = "language_model.model.layers."
     for name, dtype, shape in (
         (f"{layer}0.self_attn.A_log", "F32", (128,)),
@@ -77,13 +87,15 @@ def test_every_tensor_of_the_model_has_its_place_and_shape(name: str) -> None:
     config = everything() if name == "everything" else preset(name)
     model = meta_model(config)
     held = dict([*model.named_parameters(), *model.named_buffers()])
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
     rows: dict[str, int] = {}
     for tensor in listed(config):
         if tensor.rows is not None:
             expert, first, end = tensor.rows
-            target = held[f"{tensor.target}_proj"]
-            assert tuple(target[expert, first:end].shape) == tensor.shape
-            rows[f"{tensor.target}_proj"] = rows.get(f"{tensor.target}_proj", 0) + end - first
+            target = f"{tensor.target}_proj"
+            assert tensor.shape == (end - first, shapes[target][2])
+            assert expert < shapes[target][0] and end <= shapes[target][1]
+            rows[target] = rows.get(target, 0) + end - first
         elif tensor.kind == "plain":
             assert tuple(held.pop(tensor.target).shape) == tensor.shape
         elif tensor.kind == "a_log":
