@@ -66,7 +66,8 @@ def moe_experts_mxfp4(
 ) -> Tensor:
     """`moe_experts` on packed weights, without gradients.
 
-    The `torch` form decodes one expert at a time, and only those in use. Equal to the bit to `moe_experts` on the weights decoded to the dtype of `x`.
+    The `torch` form decodes one expert at a time, and only those in use. Equal to the bit
+    to `moe_experts` on the weights decoded to the dtype of `x`.
     """
     glu = _glu(activation, situ_beta, situ_linear_beta)
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):

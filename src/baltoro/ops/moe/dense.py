@@ -1,8 +1,9 @@
-"""The mixture of experts as dense products over tokens sorted by expert.
+"""The mixture of experts as dense products over token-expert pairs sorted by expert.
 
-Rows of the sorted buffers are token-expert pairs (TA = T * A). The backward keeps the inputs and
-the pre-activation `[TA, 2F]`. The gradient of a pair's weight is taken inside the expert, at the
-activation (dw = (dout W_down) . act), so expert outputs are not kept (report 5.2.2).
+Rows of the sorted buffers are pairs (TA = T * A). Experts go in batches: their products, the gated
+unit once for the batch, their second products. The backward keeps the inputs and the
+pre-activations `[TA, 2F]`; the gradient of a pair's weight is taken at the activation,
+dw = (dout W_down) . act, so expert outputs are not kept (report 5.2.2).
 """
 
 from collections.abc import Callable
@@ -16,14 +17,17 @@ from baltoro.ops.moe.shared import Glu
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4
 from baltoro.ops.situ import dense as situ
 
+_BATCH_ROWS = 256  # pairs that close a batch: few calls for a few tokens, buffers in cache for many
+
 ExpertWeight = Callable[[int], Tensor]
+Segment = tuple[int, slice]  # an expert and its rows
 
 
 class _Plan(NamedTuple):
     token: Tensor  # [TA] token of a sorted pair
     pair: Tensor  # [TA] unsorted position of a sorted pair
     row: Tensor  # [TA] sorted position of an unsorted pair
-    segments: list[tuple[int, slice]]  # expert and its rows, experts without tokens left out
+    batches: list[tuple[slice, list[Segment]]]  # rows of a batch and its experts with tokens
 
 
 def moe_experts(
@@ -34,7 +38,11 @@ def moe_experts(
     down_proj: Tensor,
     glu: Glu,
 ) -> Tensor:
-    return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu)
+    if torch.is_grad_enabled():
+        return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu)
+    return _infer(
+        x, expert_ids, weights, gate_up_proj.__getitem__, down_proj.__getitem__, glu, gate_up_proj
+    )
 
 
 def moe_experts_mxfp4(
@@ -49,9 +57,38 @@ def moe_experts_mxfp4(
         packed, scale = weight
         return lambda expert: decode_mxfp4(Mxfp4Tensor(packed[expert], scale[expert]), x.dtype)
 
-    plan = _plan(expert_ids, gate_up.packed.shape[0])
-    inner = gate_up.packed.new_empty((plan.token.shape[0], gate_up.packed.shape[1]), dtype=x.dtype)
-    return _forward(x, weights, decoded(gate_up), decoded(down), glu, plan, inner)
+    return _infer(x, expert_ids, weights, decoded(gate_up), decoded(down), glu, gate_up.packed)
+
+
+def _infer(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    glu: Glu,
+    stacked: Tensor,
+) -> Tensor:
+    """The experts without a backward; `stacked` `[E, 2F, ...]` gives the sizes."""
+    if x.shape[0] == 1:
+        return _one_token(x, expert_ids[0].tolist(), weights, gate_up, down, glu)
+    plan = _plan(expert_ids, stacked.shape[0])
+    inner = x.new_empty((plan.token.shape[0], stacked.shape[1]))
+    return _forward(x, weights, gate_up, down, glu, plan, inner)
+
+
+def _one_token(
+    x: Tensor,
+    experts: list[int],
+    weights: Tensor,
+    gate_up: ExpertWeight,
+    down: ExpertWeight,
+    glu: Glu,
+) -> Tensor:
+    inner = torch.stack([torch.mv(gate_up(expert), x[0]) for expert in experts])
+    act = _activate(inner, glu)
+    y = torch.stack([torch.mv(down(expert), act[a]) for a, expert in enumerate(experts)])
+    return torch.mm(weights, y.to(weights.dtype)).to(x.dtype)
 
 
 def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
@@ -59,15 +96,26 @@ def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
     pair = flat.argsort(stable=True)
     row = torch.empty_like(pair)
     row[pair] = torch.arange(pair.shape[0], device=pair.device)
-    counts = torch.bincount(flat, minlength=num_experts).tolist()
-    segments = []
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            segments.append((expert, slice(start, start + count)))
-            start += count
     token = torch.div(pair, expert_ids.shape[1], rounding_mode="floor")
-    return _Plan(token, pair, row, segments)
+    counts = torch.bincount(flat, minlength=num_experts).tolist()
+    return _Plan(token, pair, row, _batches(counts))
+
+
+def _batches(counts: list[int]) -> list[tuple[slice, list[Segment]]]:
+    batches: list[tuple[slice, list[Segment]]] = []
+    segments: list[Segment] = []
+    start = stop = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        segments.append((expert, slice(stop, stop + count)))
+        stop += count
+        if stop - start >= _BATCH_ROWS:
+            batches.append((slice(start, stop), segments))
+            segments, start = [], stop
+    if segments:
+        batches.append((slice(start, stop), segments))
+    return batches
 
 
 def _activate(inner: Tensor, glu: Glu) -> Tensor:
@@ -96,17 +144,16 @@ def _forward(
     inner: Tensor,
 ) -> Tensor:
     """Run the experts and combine; fills `inner` `[TA, 2F]` with the pre-activations."""
-    num_tokens, num_active = weights.shape
     x_sorted = x.index_select(0, plan.token)
     y_sorted = torch.empty_like(x_sorted)
-    for expert, rows in plan.segments:
-        torch.mm(x_sorted[rows], gate_up(expert).T, out=inner[rows])
-        torch.mm(_activate(inner[rows], glu), down(expert).T, out=y_sorted[rows])
-    y = (
-        y_sorted.index_select(0, plan.row)
-        .view(num_tokens, num_active, x.shape[1])
-        .to(weights.dtype)
-    )
+    for rows, segments in plan.batches:
+        for expert, own in segments:
+            torch.mm(x_sorted[own], gate_up(expert).T, out=inner[own])
+        act = _activate(inner[rows], glu)
+        for expert, own in segments:
+            local = slice(own.start - rows.start, own.stop - rows.start)
+            torch.mm(act[local], down(expert).T, out=y_sorted[own])
+    y = y_sorted.index_select(0, plan.row).view(*weights.shape, x.shape[1]).to(weights.dtype)
     return torch.bmm(weights.unsqueeze(1), y).squeeze(1).to(x.dtype)
 
 
@@ -129,7 +176,7 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(
             x, weights, gate_up_proj, down_proj, inner, plan.token, plan.pair, plan.row
         )
-        ctx.segments, ctx.glu = plan.segments, glu
+        ctx.batches, ctx.glu = plan.batches, glu
         return out
 
     @staticmethod
@@ -141,17 +188,35 @@ class _Experts(torch.autograd.Function):
         weight_sorted = weights.flatten().index_select(0, pair).unsqueeze(-1)
         d_weight_sorted = torch.empty_like(weight_sorted)
         d_x_sorted = torch.empty_like(x_sorted)
-        d_gate_up, d_down = torch.zeros_like(gate_up_proj), torch.zeros_like(down_proj)
-        for expert, rows in ctx.segments:
-            d_act = torch.mm(d_y[rows], down_proj[expert]).to(weights.dtype)
-            act, d_inner = _activate_backward(d_act * weight_sorted[rows], inner[rows], ctx.glu)
-            d_weight_sorted[rows, 0] = torch.linalg.vecdot(d_act, act.to(d_act.dtype))
-            weighted = (d_y[rows] * weight_sorted[rows]).to(x.dtype)
-            torch.mm(weighted.T, act, out=d_down[expert])
-            torch.mm(d_inner.T, x_sorted[rows], out=d_gate_up[expert])
-            torch.mm(d_inner, gate_up_proj[expert], out=d_x_sorted[rows])
-        num_tokens, num_active = weights.shape
-        d_x = d_x_sorted.index_select(0, row).view(num_tokens, num_active, x.shape[1])
+        d_gate_up, d_down = (
+            _gradients(gate_up_proj, ctx.batches),
+            _gradients(down_proj, ctx.batches),
+        )
+        for rows, segments in ctx.batches:
+            d_act = inner.new_empty((rows.stop - rows.start, down_proj.shape[2]))
+            for expert, own in segments:
+                local = slice(own.start - rows.start, own.stop - rows.start)
+                torch.mm(d_y[own], down_proj[expert], out=d_act[local])
+            weight = weight_sorted[rows]
+            act, d_inner = _activate_backward(d_act * weight, inner[rows], ctx.glu)
+            d_weight_sorted[rows] = (d_act * act).sum(-1, keepdim=True, dtype=weight.dtype)
+            act = (act * weight).to(x.dtype)
+            for expert, own in segments:
+                local = slice(own.start - rows.start, own.stop - rows.start)
+                torch.mm(d_y[own].T, act[local], out=d_down[expert])
+                torch.mm(d_inner[local].T, x_sorted[own], out=d_gate_up[expert])
+                torch.mm(d_inner[local], gate_up_proj[expert], out=d_x_sorted[own])
+        d_x = d_x_sorted.index_select(0, row).view(*weights.shape, x.shape[1])
         d_x = d_x.sum(1, dtype=weights.dtype).to(x.dtype)
         d_weights = d_weight_sorted.view(-1).index_select(0, row).view_as(weights)
         return d_x, None, d_weights, d_gate_up, d_down, None
+
+
+def _gradients(weight: Tensor, batches: list[tuple[slice, list[Segment]]]) -> Tensor:
+    """An uninitialised gradient, zero for the experts that no token visits."""
+    used = {expert for _, segments in batches for expert, _ in segments}
+    gradient = torch.empty_like(weight)
+    for expert in range(weight.shape[0]):
+        if expert not in used:
+            gradient[expert].zero_()
+    return gradient

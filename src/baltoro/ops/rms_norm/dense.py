@@ -11,11 +11,15 @@ from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _RmsNorm.apply(x, weight, eps)
+    if torch.is_grad_enabled():
+        return _RmsNorm.apply(x, weight, eps)
+    return _weighted(x, weight, _inverse_rms(x, eps))
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -> Tensor:
-    return _GatedRmsNorm.apply(x, weight, gate_logits, eps)
+    if torch.is_grad_enabled():
+        return _GatedRmsNorm.apply(x, weight, gate_logits, eps)
+    return _gated(x, weight, gate_logits, _inverse_rms(x, eps))
 
 
 def _high(dtype: torch.dtype) -> torch.dtype:
@@ -25,6 +29,18 @@ def _high(dtype: torch.dtype) -> torch.dtype:
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_high(x.dtype))
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
+def _weighted(x: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    normed = (x * rstd).to(x.dtype)
+    if weight.dtype == x.dtype:
+        return normed.mul_(weight)
+    return (normed * weight).to(x.dtype)
+
+
+def _gated(x: Tensor, weight: Tensor, gate_logits: Tensor, rstd: Tensor) -> Tensor:
+    gate = gate_logits.to(rstd.dtype).sigmoid()
+    return gate.mul_(x).mul_(rstd).mul_(weight).to(x.dtype)
 
 
 def _input_gradient(d_normed: Tensor, normed: Tensor, rstd: Tensor) -> Tensor:
@@ -38,10 +54,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         rstd = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, rstd)
-        normed = (x * rstd).to(x.dtype)
-        if weight.dtype == x.dtype:
-            return normed.mul_(weight)
-        return (normed * weight).to(x.dtype)
+        return _weighted(x, weight, rstd)
 
     @staticmethod
     @once_differentiable
@@ -63,8 +76,7 @@ class _GatedRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -> Tensor:
         rstd = _inverse_rms(x, eps)
         ctx.save_for_backward(x, weight, gate_logits, rstd)
-        gate = gate_logits.to(rstd.dtype).sigmoid()
-        return gate.mul_(x).mul_(rstd).mul_(weight).to(x.dtype)
+        return _gated(x, weight, gate_logits, rstd)
 
     @staticmethod
     @once_differentiable

@@ -14,21 +14,25 @@ from torch.nn import functional as F
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    return _SituGlu.apply(gate, up, beta, linear_beta)
+    if torch.is_grad_enabled():
+        return _SituGlu.apply(gate, up, beta, linear_beta)
+    return situ_glu_forward(gate, up, beta, linear_beta)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return _Swiglu.apply(gate, up)
+    if torch.is_grad_enabled():
+        return _Swiglu.apply(gate, up)
+    return swiglu_forward(gate, up)
 
 
 def situ_glu_forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     high = torch.promote_types(gate.dtype, torch.float32)
     gate_high = gate.to(high)
-    y = torch.div(gate_high, beta).tanh_().mul_(torch.sigmoid(gate_high)).mul_(beta)
+    y = torch.div(gate_high, beta).tanh_().mul_(torch.sigmoid(gate_high))
     if linear_beta is None:
-        y.mul_(up)
+        y.mul_(beta).mul_(up)
     else:
-        y.mul_(torch.div(up.to(high), linear_beta).tanh_().mul_(linear_beta))
+        y.mul_(beta * linear_beta).mul_(torch.div(up.to(high), linear_beta).tanh_())
     return y.to(gate.dtype)
 
 
