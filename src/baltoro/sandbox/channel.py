@@ -124,10 +124,12 @@ class Channel:
         await self.send("G", 0)
 
     async def reseed(self) -> None:
-        """Mix host randomness into the guest, so that branches draw different numbers."""
+        """Mix in host randomness, so that branches draw different numbers, and set its clock."""
         process_id = self.new_id()
         queue = self.subscribe(process_id)
-        await self.send("S", process_id, secrets.token_bytes(64))
+        await self.send(
+            "S", process_id, struct.pack("<Q", time.time_ns()) + secrets.token_bytes(64)
+        )
         await asyncio.wait_for(self.receive(queue), REPLY_TIMEOUT_S)
         self.forget(process_id)
 
@@ -178,14 +180,27 @@ class Channel:
         self.forget(process_id)
         _raise_errno(payload, path)
 
-    async def close(self) -> None:
-        """Let go of the stream; the agent goes on."""
-        self.lost_reason = self.lost_reason or "closed"
-        self._unwatch()
+    async def detach(self) -> None:
+        """Let go of the stream of a quiet agent; commands wait for `reattach`."""
         self._task.cancel()
         for transport in self._transports:
             transport.close()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    def reattach(self, stream: Stream) -> None:
+        """Go on with another stream to the same agent."""
+        self._reader, self._writer, self._transports = (
+            stream.reader,
+            stream.writer,
+            stream.transports,
+        )
+        self._task = asyncio.create_task(self._sort())
+
+    async def close(self) -> None:
+        """Let go of the stream for good; the agent goes on."""
+        self.lost_reason = self.lost_reason or "closed"
+        self._unwatch()
+        await self.detach()
         self._wake()
 
     def _lose(self, reason: str) -> None:

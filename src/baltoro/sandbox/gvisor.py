@@ -15,15 +15,14 @@ one small on disk. One `runsc` process per machine stays; nothing else.
 """
 
 import asyncio
-import contextlib
 import json
 import os
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
 from baltoro.sandbox.cgroup import Cgroup
 from baltoro.sandbox.channel import Channel, open_pipes
+from baltoro.sandbox.hostpid import kill_named
 from baltoro.sandbox.install import find_tool
 from baltoro.sandbox.manifest import Manifest
 from baltoro.sandbox.protocol import (
@@ -137,8 +136,7 @@ class Gvisor:
     async def sweep(self, sandbox_id: str, home: Path) -> None:
         if self._is_root:
             await Cgroup(sandbox_id).end()
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            await _kill(int((home / "pid").read_text()))
+        await kill_named(home / "pid", sandbox_id)
 
     async def close(self) -> None:
         if self._holder is not None:
@@ -254,14 +252,3 @@ def _mount(path: str, kind: str) -> dict[str, object]:
 
 def _tail(path: Path) -> str:
     return path.read_text(errors="replace").strip()[-300:] or "nothing"
-
-
-async def _kill(pid: int) -> None:
-    """Kill a process that is not our child and wait until it is gone."""
-    for _ in range(5000):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        await asyncio.sleep(0.002)
-    raise SandboxError(f"process {pid} does not die")

@@ -81,7 +81,8 @@ PACKAGES = {
     "kernel": Package(suite="bookworm", names=("linux-image-cloud-amd64",), has_closure=True),
     "image": Package(suite="bookworm", names=IMAGE_PACKAGES),
 }
-GUEST_PROGRAMS = ("agent", "cell")
+GUEST_PROGRAMS = ("agent", "cell", "vminit")
+GUEST_LIBRARIES = ("private",)
 
 
 def default_prefix() -> Path:
@@ -98,7 +99,7 @@ def find_tool(prefix: Path, name: str) -> tuple[str, ...]:
     """
     home = prefix / name
     program = home / (PACKAGES[name].program if name in PACKAGES else name)
-    if name in GUEST_PROGRAMS:
+    if name in GUEST_PROGRAMS + GUEST_LIBRARIES:
         program = prefix / "guest" / name
     if not program.exists():
         raise DriverUnavailableError(
@@ -270,7 +271,7 @@ def _finish_image(root: Path) -> None:
 def guest_digest() -> str:
     """Fingerprint of the guest programs' sources."""
     digest = hashlib.sha256()
-    for name in GUEST_PROGRAMS:
+    for name in GUEST_PROGRAMS + GUEST_LIBRARIES:
         digest.update((GUEST_SOURCES / f"{name}.c").read_bytes())
     return digest.hexdigest()
 
@@ -284,9 +285,10 @@ def _compile_guest(prefix: Path) -> str:
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         raise DriverUnavailableError("guest: no gcc on PATH; install gcc and libc6-dev")
-    for name in GUEST_PROGRAMS:
+    for name in GUEST_PROGRAMS + GUEST_LIBRARIES:
         source, target = GUEST_SOURCES / f"{name}.c", home / name
-        flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-static", "-s"]
+        form = ["-static"] if name in GUEST_PROGRAMS else ["-shared", "-fPIC"]
+        flags = ["-O2", "-Wall", "-Wextra", "-Werror", "-s", *form]
         _run([compiler, *flags, "-o", f"{target}.new", str(source)])
         Path(f"{target}.new").replace(target)
     marker.write_text(guest_digest())

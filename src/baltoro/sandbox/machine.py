@@ -274,9 +274,8 @@ class MachineDriver:
     async def forget(self, sandbox_id: str) -> None:
         """Called by a sandbox that is gone: remove its folder and its names."""
         sandbox = self._sandboxes.pop(sandbox_id, None)
-        if sandbox is not None:
-            for layer in sandbox.machine.base_layers[-1:]:
-                self.store.unpin(layer)
+        if sandbox is not None and sandbox.machine.base_layers and sandbox.parent:
+            self.store.unpin(sandbox.parent)
         for key, made in list(self._keys.items()):
             if made.done() and not made.exception() and made.result().id == sandbox_id:
                 del self._keys[key]
@@ -308,8 +307,8 @@ class MachineDriver:
         image = Image(root=Path(manifest.image_root))
         sandbox = MachineSandbox(self, sandbox_id, image, manifest.limits, machine, manifest.id)
         self._sandboxes[sandbox_id] = sandbox
-        for layer in machine.base_layers[-1:]:
-            self.store.pin(layer)
+        if machine.base_layers:  # it reads them as long as it lives
+            self.store.pin(manifest.id)
         await machine.channel.go_on()
         await machine.channel.reseed()
         return sandbox

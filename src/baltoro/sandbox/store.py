@@ -223,7 +223,7 @@ class Store:
     def usage(self) -> Usage:
         """Bytes now held."""
         num_chunks, stored = self._chunks.usage()
-        stored += sum(tree_bytes(path) for path in (self.root / "payloads").iterdir())
+        stored += tree_bytes(self.root / "payloads")
         return Usage(
             logical_bytes=sum(f.size for m in self._manifests.values() for f in m.memory),
             stored_bytes=stored,

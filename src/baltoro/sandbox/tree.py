@@ -98,7 +98,7 @@ def is_whiteout(st: os.stat_result) -> bool:
 
 
 def tree_bytes(root: Path) -> int:
-    """Bytes on disk below `root`; a hard-linked file counts once here."""
+    """Bytes on disk below `root`; a hard-linked file counts once."""
     seen = set()
     total = 0
     for folder, _, names in os.walk(root):

@@ -21,7 +21,7 @@ def count():
     global ticks
     while True:
         ticks += 1
-        time.sleep(0.005)
+        time.sleep(0.02)
 threading.Thread(target=count, daemon=True).start()
 child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 log = open("/work/log", "a+")
@@ -46,8 +46,9 @@ def append(text):
     log.flush()
     return log.tell()
 def whole():
-    before = ticks
-    time.sleep(0.03)
+    before, deadline = ticks, time.monotonic() + 10
+    while ticks == before and time.monotonic() < deadline:
+        time.sleep(0.005)
     gone.seek(0)
     return (hashlib.md5(memory).hexdigest() == digest and ticks > before and echo("pipe") == "pipe"
             and send("tcp") == "tcp" and gone.read() == "deleted but open")

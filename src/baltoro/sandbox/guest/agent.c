@@ -11,7 +11,7 @@
  *   K signal  u32, to the process group              D     bytes of a file
  *   R read    path                                   E     end of a read or write: u32 errno
  *   W write   octal mode, path; then D frames        q     nothing more comes until G
- *   Q quiet, G go on, S seed (bytes)                 h     hello (once at start), s  seeded
+ *   Q quiet, G go on, S seed and clock               h     hello (once at start), s  seeded
  *
  * An id is chosen by the host and lives until Z or E. Commands outlive a snapshot, so their ids do too.
  * Orphans become children of the agent, which reaps them. Paths are resolved by the guest's own kernel
@@ -20,6 +20,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/random.h>
 #include <poll.h>
 #include <signal.h>
 #include <stdint.h>
@@ -32,6 +33,7 @@
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <termios.h>
+#include <time.h>
 #include <unistd.h>
 
 #define MAX_JOBS 512
@@ -51,7 +53,7 @@ struct job {
 
 static struct job jobs[MAX_JOBS];
 static int host_in, host_out, child_pipe[2];
-static int is_quiet;
+static int is_quiet, is_port;
 static unsigned char frame[MAX_FRAME + 1], piece[PIECE];
 
 static void write_all(int fd, const void *data, size_t size) {
@@ -83,11 +85,17 @@ static void send_frame(char kind, uint32_t id, const void *data, uint32_t size) 
 
 static void send_number(char kind, uint32_t id, uint32_t value) { send_frame(kind, id, &value, 4); }
 
+/* A pipe's end means the host is gone for good; a virtio port's, that nobody is connected just now. */
+static void await_host(void) {
+    if (!is_port) _exit(0);
+    usleep(2000);
+}
+
 static void read_all(int fd, void *data, size_t size) {
     char *at = data;
     while (size > 0) {
         ssize_t n = read(fd, at, size);
-        if (n == 0) _exit(0); /* the host is gone for good: stdin pipe closed */
+        if (n == 0) await_host();
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno == EAGAIN) {
@@ -290,11 +298,26 @@ static void feed_stdin(struct job *job, const unsigned char *data, uint32_t size
     }
 }
 
+/* Eight bytes of wall clock in nanoseconds, then randomness. Only a machine with a clock of its own,
+ * revived after a while, is off by more than a second. */
 static void seed(const unsigned char *data, uint32_t size) {
+    uint64_t now_ns;
+    struct timespec now;
+    if (size < 8) return;
+    memcpy(&now_ns, data, 8);
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (llabs((long long)(now_ns / 1000000000u) - (long long)now.tv_sec) > 1) {
+        now.tv_sec = (time_t)(now_ns / 1000000000u);
+        now.tv_nsec = (long)(now_ns % 1000000000u);
+        clock_settime(CLOCK_REALTIME, &now);
+    }
+    data += 8;
+    size -= 8;
     int fd = open("/dev/urandom", O_WRONLY | O_CLOEXEC);
     if (fd < 0) return;
     ssize_t ignored = write(fd, data, size);
     (void)ignored;
+    ioctl(fd, RNDRESEEDCRNG); /* else a kernel of its own goes on with the old key for a minute */
     close(fd);
 }
 
@@ -381,6 +404,8 @@ int main(int argc, char **argv) {
     host_in = open_end(argv[1], O_RDWR);
     host_out = strcmp(argv[1], argv[2]) ? open_end(argv[2], O_RDWR) : host_in;
     if (host_in < 0 || host_out < 0 || pipe2(child_pipe, O_CLOEXEC | O_NONBLOCK)) return 3;
+    struct stat st;
+    is_port = fstat(host_in, &st) == 0 && S_ISCHR(st.st_mode);
     fcntl(host_in, F_SETFD, FD_CLOEXEC);
     fcntl(host_out, F_SETFD, FD_CLOEXEC);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -411,6 +436,7 @@ int main(int argc, char **argv) {
         reap();
         for (int i = 0; i < MAX_JOBS; i++)
             if (jobs[i].state == COMMAND) finish(&jobs[i]);
-        if (polls[0].revents & (POLLIN | POLLHUP)) serve_frame();
+        if (polls[0].revents & POLLIN) serve_frame();
+        else if (polls[0].revents & (POLLHUP | POLLERR)) await_host();
     }
 }

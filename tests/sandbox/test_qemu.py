@@ -1,0 +1,26 @@
+"""QEMU against the contract of machine drivers. Slow: each case boots real sandboxes."""
+
+import pytest
+from sandbox import contract
+
+from baltoro.sandbox.install import default_prefix
+from baltoro.sandbox.qemu import Qemu
+
+CACHE = default_prefix() / "disks"
+CASES = [
+    contract.commands_work,
+    contract.bytes_pass_unchanged,
+    contract.pauses_keep_files,
+    contract.branches_diverge,
+    contract.a_paused_sandbox_forks,
+    contract.a_stopped_sandbox_comes_back,
+    contract.a_lost_create_is_found_by_its_key,
+    contract.twenty_cycles_leave_nothing,
+    contract.sixteen_branches_answer,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_qemu(tmp_path, case):
+    contract.run(lambda: Qemu(default_prefix(), CACHE), tmp_path, case)
