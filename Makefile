@@ -70,6 +70,7 @@ test: ## everything that CI checks, on a bare clone too
 # and only files with such tests are read, since the others may import what is not there.
 GPU_TESTS = $(shell grep -rl 'mark\.gpu' tests --include='test_*.py')
 gpu-test: ## the tests that need a CUDA device
+	@test -n "$(GPU_TESTS)" || { echo "error: no test is marked gpu" >&2; exit 1; }
 	@if python3 -c 'import torch, pytest; assert torch.cuda.is_available()' 2>/dev/null; then \
 		echo "== with this machine's own python3"; \
 		PYTHONPATH=src python3 -m pytest -m gpu $(GPU_TESTS); \
