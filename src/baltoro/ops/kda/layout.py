@@ -9,69 +9,80 @@ from typing import NamedTuple
 import torch
 
 
-class ChunkLayout(NamedTuple):
-    """Index tables of a pack cut into chunks; `M` chunks of `C` rows, `H` heads."""
+class Block(NamedTuple):
+    """Consecutive scan steps that are computed together; `B` chunk-heads of `C` rows."""
 
-    steps: list[tuple[int, int]]  # first table row and number of active sequences, per scan step
-    order: torch.Tensor  # [N] sequence at each rank
-    rank: torch.Tensor  # [N] rank of each sequence
-    gather: torch.Tensor  # [M * H * C] row of a [T * H, ...] tensor; padding repeats a valid row
-    padding: torch.Tensor  # rows of [M * H * C] beyond the length of their chunk
-    scatter: torch.Tensor  # [T * H] row of a [M * H * C, ...] tensor
-    num_rows: int  # M * H * C
+    steps: list[int]  # chunk-heads of each step
+    token: torch.Tensor  # [B * C] row of a [T * H, ...] tensor; padding repeats a valid row
+    padding: torch.Tensor | None  # which of these rows lie beyond the length of their chunk
+    target: torch.Tensor  # as `token`, but padding goes to row T * H
 
-    def to_chunks(self, x: torch.Tensor, dtype: torch.dtype, chunk_size: int) -> torch.Tensor:
-        """`[T, H, X]` to `[M * H, C, X]` in `dtype`, padding rows zero."""
-        rows = x.flatten(0, 1).index_select(0, self.gather).to(dtype)
-        if self.padding.numel():
+    def chunks(self, x: torch.Tensor, dtype: torch.dtype, chunk_size: int) -> torch.Tensor:
+        """The block's part of `[T, H, X]` as `[B, C, X]` in `dtype`, padding rows zero."""
+        rows = x.flatten(0, 1).index_select(0, self.token).to(dtype)
+        if self.padding is not None:
             rows.index_fill_(0, self.padding, 0.0)
         return rows.view(-1, chunk_size, x.shape[-1])
 
-    def to_tokens(self, x: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[M * H, C, X]` to `[T, H, X]` in `dtype`."""
-        rows = x.flatten(0, 1).index_select(0, self.scatter)
-        return rows.view(-1, num_heads, x.shape[-1]).to(dtype)
+    def store(self, chunks: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write `[B, C, X]` into the rows of `[T * H + 1, X]`, whose last one takes the padding."""
+        rows.index_copy_(0, self.target, chunks.flatten(0, 1).to(rows.dtype))
+
+
+class ChunkLayout(NamedTuple):
+    """A pack cut into chunks."""
+
+    blocks: list[Block]
+    order: torch.Tensor  # [N] sequence at each rank
+    rank: torch.Tensor  # [N] rank of each sequence
 
 
 def chunk_layout(
-    bounds: list[int], chunk_size: int, num_heads: int, device: torch.device
+    bounds: list[int], chunk_size: int, num_heads: int, block_size: int, device: torch.device
 ) -> ChunkLayout:
-    """The table for sequences `bounds[n] : bounds[n + 1]`; an empty sequence has no row."""
+    """The layout of sequences `bounds[n] : bounds[n + 1]`; an empty one has no chunk.
+
+    Blocks have at most `block_size` chunk-heads, or one step.
+    """
     edges = torch.tensor(bounds)
     starts, ends = edges[:-1], edges[1:]
     counts = (ends - starts + (chunk_size - 1)).div(chunk_size, rounding_mode="floor")
     counts, order = counts.sort(descending=True, stable=True)
-    num_steps = int(counts[0])
-    active = counts > torch.arange(num_steps)[:, None]
+    active = counts > torch.arange(int(counts[0]))[:, None]
     step, ranked = active.nonzero(as_tuple=True)
-    num_active: list[int] = active.sum(1).tolist()
 
-    row = torch.arange(chunk_size)
-    chunk_start = starts[order[ranked]] + step * chunk_size
-    token = chunk_start[:, None] + row
-    is_valid = token < ends[order[ranked]][:, None]
-    head = torch.arange(num_heads)
-    token = torch.where(is_valid, token, chunk_start[:, None])
-    gather = token[:, None, :] * num_heads + head[:, None]
-    padding = (~is_valid)[:, None, :].expand_as(gather).flatten().nonzero().flatten()
+    first = starts[order[ranked]] + step * chunk_size
+    token = first[:, None] + torch.arange(chunk_size)
+    is_padding = token >= ends[order[ranked]][:, None]
+    head = torch.arange(num_heads)[:, None]
+    target = torch.where(is_padding, bounds[-1], token)[:, None] * num_heads + head
+    target.clamp_(max=bounds[-1] * num_heads)
+    token = torch.where(is_padding, first[:, None], token)[:, None] * num_heads + head
+    is_padding = is_padding[:, None].expand_as(token)
 
-    chunk_row = torch.arange(len(step))[:, None] * (num_heads * chunk_size) + row
-    first_row = torch.empty(bounds[-1], dtype=torch.int64)
-    first_row[token[is_valid]] = chunk_row[is_valid]
-    scatter = first_row[:, None] + head * chunk_size
-
-    steps, first = [], 0
-    for n in num_active:
-        steps.append((first, n))
-        first += n
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order))
-    return ChunkLayout(
-        steps=steps,
-        order=order.to(device),
-        rank=rank.to(device),
-        gather=gather.flatten().to(device),
-        padding=padding.to(device),
-        scatter=scatter.flatten().to(device),
-        num_rows=gather.numel(),
-    )
+    blocks, start = [], 0
+    for steps in _grouped((active.sum(1) * num_heads).tolist(), block_size):
+        rows = slice(start // num_heads, (start + sum(steps)) // num_heads)
+        padding = is_padding[rows].flatten().nonzero().flatten()
+        blocks.append(
+            Block(
+                steps=steps,
+                token=token[rows].flatten().to(device),
+                padding=padding.to(device) if len(padding) else None,
+                target=target[rows].flatten().to(device),
+            )
+        )
+        start += sum(steps)
+    return ChunkLayout(blocks, order.to(device), rank.to(device))
+
+
+def _grouped(steps: list[int], block_size: int) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for step in steps:
+        if groups and sum(groups[-1]) + step <= block_size:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    return groups

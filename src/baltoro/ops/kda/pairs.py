@@ -13,9 +13,13 @@ No anchor is a later token: a result never depends on the future, not even in it
 """
 
 import torch
+import torch.nn.functional as F
 
 TILE = 16
 _SHIFT = 2.0**54
+# Smaller factors and products become 0. Such a weight is below rounding beside the weight 1 of a
+# row itself, while products of still smaller ones are denormal, which a CPU computes very slowly.
+NEGLIGIBLE = 2.0**-54
 
 
 def pair_products(
@@ -142,8 +146,12 @@ def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
 def _lift(row: torch.Tensor, col: torch.Tensor, half: int) -> None:
     """From blocks of `half` rows to blocks of twice as many, in place."""
     decay_of_second = second_half(row, half)[:, -1:].clone()
-    second_half(row, half).mul_(first_half(row, half)[:, -1:])
-    first_half(col, half).mul_(decay_of_second)
+    _flush(second_half(row, half).mul_(first_half(row, half)[:, -1:]))
+    _flush(first_half(col, half).mul_(decay_of_second))
+
+
+def _flush(factor: torch.Tensor) -> None:
+    F.threshold(factor, NEGLIGIBLE, 0.0, inplace=True)
 
 
 def _tile_factors(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -159,8 +167,8 @@ def _unshift(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tile factors turned, in place, into those of a block of 16 rows; `[B, C, K]`."""
     last = row[:, -1:].clone()
-    row.mul_(_blocks(g, TILE)[:, :1].exp().div_(_SHIFT))
-    col.mul_(last)
+    _flush(row.mul_(_blocks(g, TILE)[:, :1].exp().div_(_SHIFT)))
+    _flush(col.mul_(last))
     return row.view(g.shape), col.view(g.shape)
 
 
