@@ -89,6 +89,15 @@ def test_a_bad_tail_of_a_log_is_not_carried_along(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
+def test_an_mtp_head_of_its_own_is_not_dropped_on_the_way(tmp_path: Path) -> None:
+    baltoro.save(random_model(everything()), tmp_path / "a")
+    name = "language_model.model.layers.5.embed_tokens.weight"
+    edit_tensors(tmp_path / "a", lambda held: held[name].view(-1)[:1].add_(1.0))
+    with pytest.raises(ValueError, match=f"{name}: differs"):
+        convert(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert os.listdir(tmp_path) == ["a"]
+
+
 def test_a_checkpoint_can_be_converted_in_place(tmp_path: Path) -> None:
     path = copy("k3-mxfp4-mini", tmp_path / "a")
     convert(str(path), str(path), experts="bf16")
