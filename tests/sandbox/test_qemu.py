@@ -1,5 +1,9 @@
 """QEMU against the contract of machine drivers. Slow: each case boots real sandboxes."""
 
+import tempfile
+from functools import partial
+from pathlib import Path
+
 import pytest
 from sandbox import contract
 
@@ -23,4 +27,6 @@ CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_qemu(tmp_path, case):
-    contract.run(lambda: Qemu(default_prefix(), CACHE), tmp_path, case)
+    templates = Path(tempfile.gettempdir(), "baltoro-test-templates")
+    make = partial(Qemu, default_prefix(), CACHE, templates=templates)
+    contract.run(make, tmp_path, case)

@@ -7,6 +7,7 @@ file owns what they share: commands and files through the agent's channel, the o
 
 import asyncio
 import shutil
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,7 @@ class MachineSandbox:
         self.limits = limits
         self.machine = machine
         self.parent = parent
+        self.frozen_s = 0.0  # of the last snapshot: how long programs stood still
         self._driver = driver
         self._turn = asyncio.Lock()  # pause, resume, snapshot and destroy do not overlap
 
@@ -149,6 +151,7 @@ class MachineSandbox:
             if not is_frozen:
                 await self.machine.channel.quiet()
             draft = store.begin()
+            start = time.monotonic()
             try:
                 notes = await self.machine.dump(draft, is_frozen=is_frozen, is_last=is_last)
             except SandboxError:
@@ -156,6 +159,7 @@ class MachineSandbox:
                 if not is_frozen:
                     await self.machine.channel.go_on()
                 raise
+            self.frozen_s = time.monotonic() - start
             if not is_frozen and not is_last:
                 await self.machine.channel.go_on()
             manifest = await asyncio.to_thread(

@@ -5,7 +5,7 @@ and split. What a driver can do is found by running it (`baltoro.sandbox.selftes
 looking for files, and published as `Capabilities`. Nothing here starts a process.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -199,7 +199,7 @@ class Sandbox(Protocol):
         `live` goes on afterwards, `stop` destroys the sandbox once the snapshot is committed.
         """
 
-    async def fork(self, num_branches: int) -> list["Sandbox"]:
+    async def fork(self, num_branches: int) -> Sequence["Sandbox"]:
         """Independent copies, also of a paused sandbox, which stays paused. At most 64."""
 
     async def destroy(self) -> None:
@@ -216,7 +216,7 @@ class Driver(Protocol):
     ) -> Sandbox:
         """A new sandbox. The same `key` again returns the one already made under it."""
 
-    async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[Sandbox]:
+    async def restore(self, snapshot_id: str, num_branches: int = 1) -> Sequence[Sandbox]:
         """New sandboxes that continue from a snapshot. `SnapshotError` if it does not fit here."""
 
     async def gc(self) -> list[str]:

@@ -231,19 +231,20 @@ class Qemu:
     is_bound_to_host = False
 
     def __init__(
-        self, prefix: Path, cache: Path, accel: str = "tcg", *, use_templates: bool = True
+        self, prefix: Path, cache: Path, accel: str = "tcg", *, templates: Path | None = None
     ):
         """`accel` is `tcg`, or `kvm` where it is real.
 
-        `cache` keeps disks and templates made of images, on the store's filesystem. A template is a
-        machine that has booted once; new sandboxes branch from it instead of booting.
+        `cache` keeps disks made of images. `templates`, on the filesystem of the driver's folder,
+        keeps machines that have booted once: new sandboxes branch from them instead of booting,
+        None boots every sandbox.
         """
         if accel not in ("tcg", "kvm"):
             raise ValueError(f"accel={accel!r}: must be 'tcg' or 'kvm'")
         self._prefix = prefix
         self._cache = cache
         self._accel = accel
-        self._use_templates = use_templates
+        self._templates = templates
         self._template_turn = asyncio.Lock()
         self._qemu = find_tool(prefix, "qemu")
         self._kernel, _ = find_kernel(prefix)
@@ -267,10 +268,10 @@ class Qemu:
         return self._version
 
     async def boot(self, sandbox_id: str, home: Path, image: Image, limits: Limits) -> QemuMachine:
-        if not self._use_templates:
+        if self._templates is None:
             return await self._boot(sandbox_id, home, image, limits)
         async with self._template_turn:
-            template = await self._template(home, image, limits)
+            template = await self._template(self._templates, home, image, limits)
         os.link(template / "ram", home / "ram")
         machine = QemuMachine(self, sandbox_id, home, image, limits)
         await self._continue(machine, TEMPLATE_NEXT_ID, template / "device", None)
@@ -278,16 +279,17 @@ class Qemu:
         await machine.channel.reseed()
         return machine
 
-    async def _template(self, home: Path, image: Image, limits: Limits) -> Path:
+    async def _template(self, folder: Path, home: Path, image: Image, limits: Limits) -> Path:
         """A machine of this image that has just booted: its frozen RAM and its devices."""
         version = await self.version()
         text = (
             f"{image_key(image)} {limits.memory_bytes} {limits.disk_bytes} {version} {self._accel}"
         )
         name = hashlib.sha256(f"{text} {self._kernel.name}".encode()).hexdigest()[:16]
-        template = self._cache / f"{name}.template"
+        template = folder / name
         if not template.exists():
-            work = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=self._cache))
+            folder.mkdir(parents=True, exist_ok=True)
+            work = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder))
             machine = await self._boot(home.name, home, image, limits)
             try:
                 await machine.channel.quiet()
