@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_BLOCK_BYTES = 2**20  # of the stacked sources; stays in a core's cache
+from baltoro.ops.blocks import token_blocks
 
 
 def attn_res_mix(
@@ -34,12 +34,11 @@ def _stacked_blocks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Ranges of tokens, and their sources as one tensor `[tokens, S, D]`."""
     num_tokens, width = sources[0].shape
-    block = max(1, _BLOCK_BYTES // (len(sources) * width * dtype.itemsize))
-    size = (min(block, num_tokens), len(sources), width)
-    buffer = torch.empty(size, dtype=dtype, device=sources[0].device)
-    for start in range(0, max(1, num_tokens), block):
-        tokens = slice(start, min(start + block, num_tokens))
-        values = buffer[: tokens.stop - start]
+    device = sources[0].device
+    blocks = list(token_blocks(num_tokens, len(sources) * width * dtype.itemsize, device))
+    buffer = torch.empty((blocks[0].stop, len(sources), width), dtype=dtype, device=device)
+    for tokens in blocks:
+        values = buffer[: tokens.stop - tokens.start]
         yield tokens, torch.stack([source[tokens] for source in sources], dim=1, out=values)
 
 

@@ -1,6 +1,7 @@
 """RMS normalisation with few passes over memory and a backward that keeps only `x` and 1/rms.
 
-With r = 1/rms and n = x r: dx = r (dn - n mean(dn n)).
+With r = 1/rms, n = x r and y = n w: dx = r (w dy - n mean(n w dy)), dw = sum(n dy) over rows; one
+product n dy serves both.
 """
 
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from baltoro.ops.blocks import token_blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,12 +25,9 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -
     return _gated(x, weight, gate_logits, _inverse_rms(x, eps))
 
 
-def _high(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_high(x.dtype))
+    high = torch.promote_types(x.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=high)
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
@@ -43,12 +43,6 @@ def _gated(x: Tensor, weight: Tensor, gate_logits: Tensor, rstd: Tensor) -> Tens
     return gate.mul_(x).mul_(rstd).mul_(weight).to(x.dtype)
 
 
-def _input_gradient(d_normed: Tensor, normed: Tensor, rstd: Tensor) -> Tensor:
-    """Gradient through the quotient; overwrites both of its large arguments."""
-    mean = torch.linalg.vecdot(d_normed, normed).div_(normed.shape[-1]).unsqueeze(-1)
-    return d_normed.sub_(normed.mul_(mean)).mul_(rstd)
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -60,15 +54,20 @@ class _RmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd = ctx.saved_tensors
-        normed = x * rstd
-        d_x = d_weight = None
-        if ctx.needs_input_grad[1]:
-            rounded = normed.to(x.dtype).to(normed.dtype)
-            d_weight = (rounded * d_out).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            d_normed = d_out.to(normed.dtype) * weight
-            d_x = _input_gradient(d_normed, normed, rstd).to(x.dtype)
-        return d_x, d_weight, None
+        width = x.shape[-1]
+        shape = x.shape
+        x, d_out, rstd = (t.reshape(-1, t.shape[-1]) for t in (x, d_out, rstd))
+        d_x = torch.empty_like(x)
+        weight_high = weight.to(rstd.dtype)
+        d_weight = torch.zeros_like(weight_high)
+        for rows in token_blocks(x.shape[0], width * rstd.element_size(), x.device):
+            normed = x[rows] * rstd[rows]
+            product = normed * d_out[rows]
+            d_weight += product.sum(0)
+            mean = torch.mv(product, weight_high).div_(width).unsqueeze(1)
+            d_normed = torch.mul(d_out[rows], weight_high, out=product)
+            d_x[rows] = d_normed.sub_(normed.mul_(mean)).mul_(rstd[rows])
+        return d_x.view(shape), d_weight.to(weight.dtype), None
 
 
 class _GatedRmsNorm(torch.autograd.Function):
@@ -82,15 +81,18 @@ class _GatedRmsNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, gate_logits, rstd = ctx.saved_tensors
-        d_x = d_weight = d_gate_logits = None
-        normed = x * rstd
-        gate = gate_logits.to(rstd.dtype).sigmoid()
-        gated = d_out * gate
-        product = gated * normed
-        if ctx.needs_input_grad[1]:
-            d_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            d_gate_logits = product.mul_(weight).mul_(1 - gate).to(gate_logits.dtype)
-        if ctx.needs_input_grad[0]:
-            d_x = _input_gradient(gated.mul_(weight), normed, rstd).to(x.dtype)
-        return d_x, d_weight, d_gate_logits, None
+        width = x.shape[-1]
+        d_x, d_gate_logits = torch.empty_like(x), torch.empty_like(gate_logits)
+        weight_high = weight.to(rstd.dtype)
+        d_weight = torch.zeros_like(weight_high)
+        token_bytes = x[:1].numel() * rstd.element_size()
+        for tokens in token_blocks(x.shape[0], token_bytes, x.device):
+            normed = x[tokens] * rstd[tokens]
+            gate = gate_logits[tokens].to(rstd.dtype).sigmoid()
+            gated = gate * d_out[tokens]
+            product = gated * normed
+            d_weight += product.flatten(0, -2).sum(0)
+            mean = torch.matmul(product, weight_high).div_(width).unsqueeze(-1)
+            d_gate_logits[tokens] = product.mul_(weight_high).mul_(gate.neg_().add_(1))
+            d_x[tokens] = gated.mul_(weight_high).sub_(normed.mul_(mean)).mul_(rstd[tokens])
+        return d_x, d_weight.to(weight.dtype), d_gate_logits, None

@@ -68,7 +68,8 @@ def swiglu_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Te
     """The activation again, and the gradients of gate and up."""
     silu = F.silu(gate)
     d_gate = torch.ops.aten.silu_backward(d_out * up, gate)
-    return silu * up, d_gate, d_out * silu
+    d_up = d_out * silu
+    return silu.mul_(up), d_gate, d_up
 
 
 class _SituGlu(torch.autograd.Function):
@@ -96,5 +97,6 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _, d_gate, d_up = swiglu_backward(d_out, *ctx.saved_tensors)
-        return d_gate, d_up
+        gate, up = ctx.saved_tensors
+        d_gate = torch.ops.aten.silu_backward(d_out * up, gate)
+        return d_gate, F.silu(gate).mul_(d_out)
