@@ -46,7 +46,7 @@ operators (plain loops, no kernels; logits in fp64 arithmetic, rounded once to f
 {contents}
 
 To compare: load the checkpoint in fp32 and run `input_ids` without any cache, every row a sequence
-of its own.
+of its own. Of the preset nano (seeds 0 to 3, 80 tokens) baltoro's own fp32 runs stay within 5e-5.
 
 Made by `baltoro fixture {out} {options}`.
 """
