@@ -226,7 +226,11 @@ def test_a_value_ends_where_its_surroundings_end():
         [(_, arguments)] = calls(f'[O]call tool="f"[S]{open_argument}{end}')
         assert arguments["k"] == "v"
     for end in ("[C]tools[S]", "[C]message[S]", "[E]"):
-        assert calls(f'[O]call tool="f"[S]{open_argument}{end}') == []
+        text = f'[O]call tool="f"[S]{open_argument}{end}'
+        assert calls(text) == []
+        reply = parsed(f"{TO_TOOLS}{text}[O]response[S]after")
+        assert reply.content == ("after" if end == "[C]tools[S]" else None)
+        assert reply.is_complete == (end != "[C]tools[S]")
     two = f'[O]call tool="f"[S]{open_argument}{call(tool="g")}'
     assert calls(two) == [("g", {})]
 
@@ -314,8 +318,8 @@ def test_blanks_around_a_tag_name_do_not_hide_it():
 
 
 def test_a_header_without_end_does_not_swallow_the_answer():
-    text = f"{TO_RESPONSE}a[O]message {'x' * 70_000}"
-    assert parsed(text).content is not None
+    text = f"{TO_RESPONSE}a[O]argument {'x' * 70_000}"
+    assert parsed(text).content == "a " + "x" * 70_000
 
 
 def deltas_of(parser, pieces) -> list[Delta]:
@@ -406,8 +410,8 @@ def test_characters_cut_between_tokens_come_out_whole(small_bpe):
     parser = IdParser(small_bpe, thinking=False)
     sent = [parser.feed([token_id]).content for token_id in ids]
     assert "".join(sent) == text and "\ufffd" not in "".join(sent)
-    cut = parse_ids(ids[:1] + small_bpe.encode("[S]", True), small_bpe, thinking=False)
-    assert cut.content == "\ufffd[S]"
+    after = small_bpe.encode(spelled("[S]b"), allow_special=True)
+    assert parse_ids([*ids[:1], *after], small_bpe, thinking=False).content == "\ufffdb"
 
 
 def test_a_reply_becomes_the_message_that_renders_to_it():
@@ -460,6 +464,7 @@ def test_token_soup_never_raises_and_cuts_never_matter(small_bpe, ids, thinking,
 
 
 plain = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+plain |= st.lists(st.sampled_from([*MARKERS, "think", " tool=", "&", '"']), max_size=4).map("".join)
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner | plain, max_size=3) | st.dictionaries(plain, inner, max_size=3),
@@ -474,15 +479,16 @@ values = st.recursive(
     arguments=st.lists(st.dictionaries(plain, plain | values, max_size=3), max_size=3),
     name=plain.filter(bool),
 )
-def test_what_is_rendered_is_parsed_and_renders_again(reasoning, content, arguments, name):
+def test_what_is_rendered_is_parsed_and_renders_again(
+    small_bpe, reasoning, content, arguments, name
+):
     found = [
         {"id": str(place), "function": {"name": name, "arguments": json.dumps(argument)}}
         for place, argument in enumerate(arguments)
     ]
     message = {"role": "assistant", "reasoning": reasoning, "content": content, "tool_calls": found}
     segments = render([message], add_generation_prompt=False)
-    text = "".join(segment.text for segment in segments)
-    reply = parse(text)
+    reply = parse_ids(small_bpe.encode_segments(segments), small_bpe)
     assert (reply.reasoning, reply.content) == (reasoning or None, content or None)
     assert [json.loads(call.arguments) for call in reply.tool_calls] == arguments
     assert [call.name for call in reply.tool_calls] == [name] * len(arguments)

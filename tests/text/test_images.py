@@ -129,6 +129,16 @@ def test_palettes_and_keyed_colours_may_be_transparent():
     assert pixels_of(grey)[0, 8].tolist() == [180, 180, 180]
 
 
+def test_the_resize_is_bicubic_and_palettes_become_colours_before_it():
+    small = ImageProcessor(ImageConfig(in_patch_limit=4))
+    source = picture(112, 112)
+    expected = np.asarray(source.resize((28, 28), Image.Resampling.BICUBIC))
+    assert (pixels_of(source, small) == expected).all()
+    palette = source.quantize(4)
+    colours = palette.convert("RGBA").resize((28, 28), Image.Resampling.BICUBIC)
+    assert (pixels_of(palette, small) == np.asarray(colours)[:, :, :3]).all()
+
+
 def test_an_opaque_picture_is_the_same_in_any_mode():
     source = picture(60, 45)
     expected = pixels_of(source)
