@@ -136,10 +136,10 @@ def _checked(
     else:
         _expect("initial_state", initial_state, state_shape, dtype)
     if g.numel():
-        low, high = (float(x) for x in torch.aminmax(g.detach()))
+        high = float(g.detach().max())
         if not high <= 0.0:
             raise ValueError(f"g={high} (largest): a log-decay must be <= 0")
-        if gate_lower_bound is not None and not low >= gate_lower_bound:
+        if gate_lower_bound is not None and (low := float(g.detach().min())) < gate_lower_bound:
             raise ValueError(
                 f"g={low} (smallest): below gate_lower_bound={gate_lower_bound}; "
                 "pass gate_lower_bound=None for the form without a bound"

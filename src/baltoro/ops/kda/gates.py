@@ -40,9 +40,16 @@ def l2_normalize(x: torch.Tensor, *, eps: float = 1e-6, scale: float = 1.0) -> t
 
     The sum is not a mean and `eps` is inside the root. Queries take `scale = K ** -0.5`.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    inverse_length = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
-    return (wide * (inverse_length * scale)).to(x.dtype)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if torch.is_grad_enabled():
+        wide = x.to(dtype)
+        inverse_length = torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+        return (wide * (inverse_length * scale)).to(x.dtype)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
+    inverse_length = length.square_().add_(eps).rsqrt_()
+    if scale != 1.0:
+        inverse_length.mul_(scale)
+    return (x * inverse_length).to(x.dtype)
 
 
 def _shifted_and_scale(

@@ -155,10 +155,16 @@ def _flush(factor: torch.Tensor) -> None:
 
 
 def _tile_factors(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Shifted factors `[B * C / 16, 16, K]` of whole tiles, anchored at each tile's first row."""
-    after_first = torch.ones(TILE, TILE, dtype=g.dtype, device=g.device).tril_()
-    after_first[:, 0] = 0.0
-    row = torch.matmul(after_first, _blocks(g, TILE)).exp_().mul_(_SHIFT)
+    """Shifted factors `[B * C / 16, 16, K]` of whole tiles, anchored at each tile's first row.
+
+    Products of decays, not exponentials of sums: those lose digits with the size of the sum.
+    """
+    row, half = g.exp(), 1
+    while half < TILE:
+        second_half(row, half).mul_(first_half(row, half)[:, -1:])
+        half *= 2
+    row = _blocks(row, TILE)
+    row.mul_(row[:, :1].reciprocal().mul_(_SHIFT))
     return row, row.reciprocal()
 
 

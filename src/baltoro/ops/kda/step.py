@@ -53,9 +53,12 @@ def _step(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of each sequence: `q`, `k`, `decay` `[N, H, K]`, `v` `[N, H, V]`."""
-    decayed = (state * decay[..., None]).flatten(0, 1)
-    k_column = k.flatten(0, 1)[..., None]
-    error = torch.baddbmm(v.flatten(0, 1)[:, None], k_column.mT, decayed, alpha=-1)
-    written = torch.baddbmm(decayed, k_column, error * beta.flatten()[:, None, None])
-    o = torch.bmm(q.flatten(0, 1)[:, None], written)
+    num_sequences, num_heads, key_dim, value_dim = state.shape
+    heads = num_sequences * num_heads
+    decayed = state.reshape(heads, key_dim, value_dim) * decay.reshape(heads, key_dim, 1)
+    k = k.reshape(heads, 1, key_dim)
+    error = torch.baddbmm(v.reshape(heads, 1, value_dim), k, decayed, alpha=-1)
+    # an outer product by broadcasting: for one row of keys it is quicker than a matrix product
+    written = torch.addcmul(decayed, k.mT, error * beta.reshape(heads, 1, 1))
+    o = torch.bmm(q.reshape(heads, 1, key_dim), written)
     return o.view(v.shape), written.view(state.shape)
