@@ -65,7 +65,8 @@ def swiglu_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(d_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation again, and the gradients of gate and up."""
+    """The activation again, and the gradients of gate and up, all in the dtype of `gate`."""
+    d_out = d_out.to(gate.dtype)
     silu = F.silu(gate)
     d_gate = torch.ops.aten.silu_backward(d_out * up, gate)
     d_up = d_out * silu
