@@ -410,8 +410,8 @@ def test_characters_cut_between_tokens_come_out_whole(small_bpe):
     parser = IdParser(small_bpe, thinking=False)
     sent = [parser.feed([token_id]).content for token_id in ids]
     assert "".join(sent) == text and "\ufffd" not in "".join(sent)
-    after = small_bpe.encode(spelled("[S]b"), allow_special=True)
-    assert parse_ids([*ids[:1], *after], small_bpe, thinking=False).content == "\ufffdb"
+    after = small_bpe.encode(spelled("[C]think[S][O]response[S]b"), allow_special=True)
+    assert channels(parse_ids([*ids[:1], *after], small_bpe)) == ("\ufffd", "b", 0)
 
 
 def test_a_reply_becomes_the_message_that_renders_to_it():
