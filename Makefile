@@ -43,7 +43,8 @@ $(INTEROP_READY): pyproject.toml tests/interop/requirements.txt
 quickstart: $(READY) ## build the nano fixture, generate from it, say what comes next
 	$(BIN)/baltoro fixture runs/quickstart --preset nano
 	$(BIN)/baltoro generate runs/quickstart --prompt "The quick brown fox" --max-new-tokens 32
-	@echo "next: $(BIN)/baltoro inspect runs/quickstart, then docs/MAP.md"
+	@echo "The weights are random, so the text is noise: this shows that the machinery runs."
+	@echo "Next: $(BIN)/baltoro inspect runs/quickstart, $(BIN)/baltoro chat runs/quickstart, docs/MAP.md"
 
 lint: $(READY) ## format, lint, types, import directions
 	$(BIN)/ruff format --check .
