@@ -2,8 +2,8 @@
 
     python bench/sandbox_latency.py [--megabytes 200 20] [--rounds 5] [--drivers ...] [--out FILE]
 
-The world is `baltoro.sandbox.workload`: a Python REPL with a thread, a child on pipes, an open and a
-deleted file, loopback TCP and MEGABYTES of random memory. Every round checks the world in the branch
+The world is `baltoro.sandbox.workload`: a Python REPL with a thread, a child on pipes, an open and
+a deleted file, loopback TCP and MEGABYTES of random memory. Every round checks the branch
 before a number counts; a wrong answer ends the run. Medians over rounds; images lie in /dev/shm, so
 the disk is not measured. The load average is recorded: on a busy machine compare nothing.
 """

@@ -145,6 +145,7 @@ class Criu:
         self._cell = find_tool(prefix, "cell")[0]
         self._is_lazy = is_lazy
         self._version: str | None = None
+        self._kdat: Path | None = None
 
     async def version(self) -> str:
         if self._version is None:
@@ -179,8 +180,16 @@ class Criu:
             layers = [home / "merged"]
         lowers = [*reversed(layers), Path(manifest.image_root)]
         last_pid = int(manifest.notes["last_pid"]) + 100
-        pid = await self._make_cell(sandbox_id, home, lowers, manifest.limits, last_pid)
-        lazy = await self._restore(sandbox_id, pid, home, memory)
+        (home / "criu").mkdir()
+        lazy = await self._start_lazy(memory, home / "criu") if self._is_lazy else None
+        try:
+            pid = await self._make_cell(sandbox_id, home, lowers, manifest.limits, last_pid)
+            await self._restore(sandbox_id, pid, home, memory, lazy)
+        except SandboxError:
+            if lazy is not None:
+                lazy.kill()
+                await lazy.wait()
+            raise
         channel = await _connect(pid, int(manifest.notes["next_id"]))
         machine = CriuMachine(self, sandbox_id, home, manifest.limits, pid, channel)
         machine.base_layers = manifest.layers
@@ -200,46 +209,41 @@ class Criu:
         )
 
     async def _restore(
-        self, sandbox_id: str, pid: int, home: Path, memory: Path
-    ) -> asyncio.subprocess.Process | None:
+        self,
+        sandbox_id: str,
+        pid: int,
+        home: Path,
+        memory: Path,
+        lazy: asyncio.subprocess.Process | None,
+    ) -> None:
         words = ["restore", "--restore-detached", "--tcp-established", "--file-locks"]
         words += ["--manage-cgroups=ignore", "--verbosity=1"]
-        work = home / "criu"
-        work.mkdir()
-        lazy = None
-        if self._is_lazy:
+        if lazy is not None:
             words.append("--lazy-pages")
-            lazy = await self._start_lazy(memory, work)
+            await _await_lazy(lazy, home / "criu")
         group = Cgroup(sandbox_id)
         group.has_inner = True
-        try:
-            await self._enter(pid, words, memory, work, group=group)
-        except SandboxError:
-            if lazy is not None:
-                lazy.kill()
-                await lazy.wait()
-            raise
-        return lazy
+        await self._enter(pid, words, memory, home / "criu", group=group)
 
     async def _start_lazy(self, memory: Path, work: Path) -> asyncio.subprocess.Process:
-        """The process that hands out pages on first touch and ends when all are there."""
-        ready_in, ready_out = os.pipe()
-        command = [*self._criu, "lazy-pages", f"--images-dir={memory}", f"--work-dir={work}"]
-        command += [f"--status-fd={ready_out}", "--verbosity=1", "--log-file=lazy.log"]
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            pass_fds=(ready_out,),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        os.close(ready_out)
+        """Start what hands out pages on first touch; it ends when all are there."""
+        opened = [os.open(path, os.O_RDONLY) for path in (memory, work)]
+        images, logs = (f"/proc/self/fd/{fd}" for fd in opened)
+        script = 'mount -t tmpfs tmpfs /run && cp "$0" /run/criu.kdat && exec "$@"'
+        command = ["unshare", "-m", "sh", "-c", script, str(await self._kernel_data()), *self._criu]
+        command += ["lazy-pages", f"--images-dir={images}", f"--work-dir={logs}"]
+        command += ["--status-fd=1", "--verbosity=1", "--log-file=lazy.log"]
         try:
-            if not await asyncio.to_thread(os.read, ready_in, 1):
-                raise SnapshotError(f"criu lazy-pages: {_tail(work / 'lazy.log')}")
+            return await asyncio.create_subprocess_exec(
+                *command,
+                pass_fds=opened,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.DEVNULL,
+            )
         finally:
-            os.close(ready_in)
-        return process
+            for fd in opened:
+                os.close(fd)
 
     async def _enter(
         self,
@@ -298,7 +302,21 @@ class Criu:
         (home / "root").mkdir()
         command = [self._cell, ":".join(map(str, lowers)), str(home / "upper"), str(home / "work")]
         command += [str(home / "root"), self._agent, str(group.freezer / "cgroup.procs")]
-        return int(await _output(group.entering([*command, str(last_pid)])))
+        command += [str(last_pid), str(await self._kernel_data())]
+        return int(await _output(group.entering(command)))
+
+    async def _kernel_data(self) -> Path:
+        """What CRIU finds out about the kernel, kept: it would probe anew on every call.
+
+        CRIU writes the file only to a /run that is a tmpfs, so it is given one for a moment.
+        """
+        if self._kdat is None:
+            target = self._prefix / "criu.kdat"
+            script = f'mount -t tmpfs tmpfs /run && "$@" && cp /run/criu.kdat {target}.new'
+            await _output(["unshare", "-m", "sh", "-c", script, "sh", *self._criu, "check"])
+            Path(f"{target}.new").rename(target)
+            self._kdat = target
+        return self._kdat
 
 
 async def _connect(pid: int, first_id: int) -> Channel:
@@ -320,6 +338,13 @@ async def _connect(pid: int, first_id: int) -> Channel:
     return channel
 
 
+async def _await_lazy(lazy: asyncio.subprocess.Process, work: Path) -> None:
+    """Wait until the page server listens: it writes one byte."""
+    assert lazy.stdout is not None
+    if not await asyncio.wait_for(lazy.stdout.read(1), CALL_TIMEOUT_S):
+        raise SnapshotError(f"criu lazy-pages: {_tail(work / 'lazy.log')}")
+
+
 def _make_upper(home: Path) -> None:
     """What a new sandbox's writable layer starts with: the agent's door and a few devices."""
     upper = home / "upper"
@@ -329,6 +354,7 @@ def _make_upper(home: Path) -> None:
     (upper / "tmp").chmod(0o1777)
     (upper / ".agent").chmod(0o700)
     (upper / ".agent/agent").touch()
+    (upper / "run/criu.kdat").touch()
     for name in ("in", "out"):
         os.mkfifo(upper / ".agent" / name, 0o600)
     for name, (major, minor) in DEVICES.items():

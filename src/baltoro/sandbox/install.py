@@ -262,6 +262,8 @@ def _finish_image(root: Path) -> None:
     (root / "etc/hosts").write_text("127.0.0.1 localhost sandbox\n::1 localhost\n")
     (root / "etc/hostname").write_text("sandbox\n")
     (root / "etc/resolv.conf").touch()
+    # Else every sandbox compiles Python's own modules again; `unshare` serves root and others.
+    _run(["unshare", "-r", "chroot", str(root), "python3", "-m", "compileall", "-q", "/usr/lib"])
     for folder in ("dev", "proc", "sys", "run", "tmp", "work"):
         (root / folder).mkdir(exist_ok=True)
     (root / "tmp").chmod(0o1777)

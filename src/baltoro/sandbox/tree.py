@@ -134,13 +134,23 @@ def _seal_folder(
             continue
         if stat.S_ISREG(st.st_mode):
             seen[inner] = (st.st_ino, st.st_ctime_ns, st.st_size)
-            if previous is not None and previous.seen.get(inner) == seen[inner]:
-                os.link(f"{previous.root}{inner}", target / name)
+            is_unchanged = previous is not None and previous.seen.get(inner) == seen[inner]
+            if is_unchanged and _link_previous(previous, inner, target / name):
                 continue
             copied += st.st_size
         _copy_entry(source / name, target / name, st)
     _copy_metadata(source, target, os.lstat(source))
     return copied
+
+
+def _link_previous(previous: Sealed | None, inner: str, target: Path) -> bool:
+    """Whether the earlier copy still exists; the store may have evicted it."""
+    assert previous is not None
+    try:
+        os.link(f"{previous.root}{inner}", target)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _copy_entry(source: Path, target: Path, st: os.stat_result) -> None:

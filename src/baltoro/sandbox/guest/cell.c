@@ -1,12 +1,14 @@
 /* Makes the namespaces and the root of one CRIU sandbox, and stays in them as process 1.
  *
- *   cell LOWERS UPPER WORK ROOT AGENT INNER_PROCS LAST_PID
+ *   cell LOWERS UPPER WORK ROOT AGENT INNER_PROCS LAST_PID KDAT
  *
  * LOWERS:UPPER is mounted as overlay on ROOT and becomes the root of new mount, pid, network, ipc and
  * uts namespaces. LAST_PID 0 starts the agent there; another value only sets the namespace's last pid,
  * so that a restored tree finds its pids free. INNER_PROCS is the control group that freezes: the
  * agent and all below it are in it, process 1 is not. Prints process 1's pid as the host sees it once
  * all is ready, or exits with a line about the step that failed.
+ *
+ * KDAT is what CRIU has learnt about the kernel; without it each call would learn it again.
  *
  * CRIU is run inside these namespaces beside the tree it dumps: for CRIU the tree then lives in its own
  * namespaces, so it dumps processes and nothing else. That is why the agent is not process 1.
@@ -56,11 +58,17 @@ static void loopback_up(void) {
     close(fd);
 }
 
-static void enter_root(const char *root, const char *agent) {
+static void bind_file(const char *source, const char *root, const char *inside) {
     char path[4096];
-    snprintf(path, sizeof path, "%s/.agent/agent", root);
-    must(mount(agent, path, NULL, MS_BIND, NULL), "bind agent");
-    must(mount(NULL, path, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID, NULL), "seal agent");
+    snprintf(path, sizeof path, "%s/%s", root, inside);
+    must(mount(source, path, NULL, MS_BIND, NULL), inside);
+    must(mount(NULL, path, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID, NULL), inside);
+}
+
+static void enter_root(const char *root, const char *agent, const char *kdat) {
+    char path[4096];
+    bind_file(agent, root, ".agent/agent");
+    bind_file(kdat, root, "run/criu.kdat");
     snprintf(path, sizeof path, "%s/proc", root);
     must(mount("proc", path, "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL), "mount proc");
     snprintf(path, sizeof path, "%s/dev/pts", root);
@@ -115,7 +123,7 @@ static void init(char **argv, int inner, int ready) {
     must(mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL), "private mounts");
     snprintf(options, sizeof options, "lowerdir=%s,upperdir=%s,workdir=%s", argv[1], argv[2], argv[3]);
     must(mount("overlay", argv[4], "overlay", MS_NOSUID, options), "mount overlay");
-    enter_root(argv[4], argv[5]);
+    enter_root(argv[4], argv[5], argv[8]);
     sethostname("sandbox", 7);
     loopback_up();
     if (strcmp(argv[7], "0")) {
@@ -140,8 +148,8 @@ static void init(char **argv, int inner, int ready) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 8) {
-        fprintf(stderr, "usage: cell LOWERS UPPER WORK ROOT AGENT INNER_PROCS LAST_PID\n");
+    if (argc != 9) {
+        fprintf(stderr, "usage: cell LOWERS UPPER WORK ROOT AGENT INNER_PROCS LAST_PID KDAT\n");
         return 2;
     }
     int ready[2], inner = open(argv[6], O_WRONLY | O_CLOEXEC);
