@@ -122,8 +122,8 @@ class Kda(nn.Module):
         )
         heads, dim = self.config.kda.num_heads, self.config.kda.head_dim
         q_THK, k_THK, v_THV = mixed.y.view(-1, 3, heads, dim).unbind(1)
-        q_THK = l2_normalize(q_THK, eps=1e-6) * dim**-0.5
-        return q_THK, l2_normalize(k_THK, eps=1e-6), v_THV, mixed.final_state
+        q_THK = l2_normalize(q_THK, scale=dim**-0.5)
+        return q_THK, l2_normalize(k_THK), v_THV, mixed.final_state
 
     def _log_decay(self, x_TD: Tensor) -> Tensor:
         kda = self.config.kda

@@ -1,8 +1,8 @@
 """Choice of an operator's implementation: it is said by the caller, never guessed.
 
-Every public operator takes a required keyword `impl`. `"reference"` is the definition (eager, fp32 or
-fp64, loops over time); `"torch"` is the fast path in plain PyTorch. An implementation that cannot
-serve a call raises `ImplError` with the reason; nothing falls back.
+Every public operator takes a required keyword `impl`. `"reference"` is the definition (eager, fp32
+or fp64, loops over time); `"torch"` is the fast path in plain PyTorch. An implementation that
+cannot serve a call raises `ImplError` with the reason; nothing falls back.
 """
 
 from collections.abc import Mapping

@@ -85,9 +85,10 @@ def _one_token(
     down: ExpertWeight,
     glu: Glu,
 ) -> Tensor:
-    inner = torch.stack([torch.mv(gate_up(expert), x[0]) for expert in experts])
-    act = _activate(inner, glu)
-    y = torch.stack([torch.mv(down(expert), act[a]) for a, expert in enumerate(experts)])
+    (row,) = x.unbind()
+    inner = torch.stack([torch.mv(gate_up(expert), row) for expert in experts])
+    acts = _activate(inner, glu).unbind()
+    y = torch.stack([torch.mv(down(e), act) for e, act in zip(experts, acts, strict=True)])
     return torch.mm(weights, y.to(weights.dtype)).to(x.dtype)
 
 

@@ -25,10 +25,13 @@ def short_conv(
 def _one_token_each(
     x: torch.Tensor, weight: torch.Tensor, initial_state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.promote_types(x.dtype, torch.float32)
     window = torch.cat([initial_state, x[..., None]], dim=2)
-    y = F.silu((window.to(dtype) * weight.to(dtype)).sum(2))
-    return y.to(x.dtype), window[..., 1:].contiguous()
+    if x.dtype == weight.dtype == torch.float32:
+        y = torch.linalg.vecdot(window, weight)
+    else:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        y = torch.linalg.vecdot(window.to(dtype), weight.to(dtype))
+    return F.silu(y).to(x.dtype), window[..., 1:]
 
 
 class _ShortConv(torch.autograd.Function):
