@@ -338,11 +338,12 @@ SKIPPED_THINK = f"The answer is 4.[C]response[S][O]tools[S]{call()}[C]tools[S]{E
 @pytest.mark.parametrize("text", [WELL_FORMED, SKIPPED_THINK], ids=["well formed", "skipped think"])
 def test_two_chunks_cut_anywhere_add_up_to_one_shot(text):
     text = spelled(text)
+    whole = parse(text)
     for cut in range(len(text) + 1):
         parser = TextParser()
         deltas = deltas_of(parser, [text[:cut], text[cut:]])
-        assert parser.finish() == parse(text)
-        assert_adds_up(deltas, parse(text))
+        assert parser.finish() == whole
+        assert_adds_up(deltas, whole)
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 20])

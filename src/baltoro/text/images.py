@@ -181,12 +181,14 @@ class ImageProcessor:
         elif picture.mode == "P":
             picture = picture.convert("RGBA")
         picture = self._without_alpha(picture.resize(size, Image.Resampling.BICUBIC))
-        pixels = np.zeros((rows * patch, columns * patch, 3), dtype=np.float32)
-        pixels[: size[1], : size[0]] = np.asarray(picture, dtype=np.float32)
-        pixels /= np.float32(255.0)
-        pixels -= np.array(config.mean, dtype=np.float32)
-        pixels /= np.array(config.std, dtype=np.float32)
-        patches = pixels.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
+        canvas = np.zeros((rows * patch, columns * patch, 3), dtype=np.uint8)
+        canvas[: size[1], : size[0]] = np.asarray(picture)
+        cut = canvas.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
+        patches = cut.astype(np.float32, order="C")
+        patches /= np.float32(255.0)
+        for channel, (mean, std) in enumerate(zip(config.mean, config.std, strict=True)):
+            patches[:, :, channel] -= np.float32(mean)
+            patches[:, :, channel] /= np.float32(std)
         return patches.reshape(-1, 3, patch, patch)
 
     def _without_alpha(self, picture: Image.Image) -> Image.Image:
