@@ -16,13 +16,15 @@ import baltoro
 from baltoro import cli
 
 BALTORO = [sys.executable, "-m", "baltoro.cli"]
+# as in conftest.py: the tensors are small, and other work on the machine stalls a second thread
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def nano(tmp_path_factory) -> Path:
     """The fixture of the preset `nano`, written by the binary."""
     path = tmp_path_factory.mktemp("end_to_end") / "nano"
-    subprocess.run([*BALTORO, "fixture", path, "--preset", "nano"], check=True)
+    subprocess.run([*BALTORO, "fixture", path, "--preset", "nano"], check=True, env=ONE_THREAD)
     return path
 
 
@@ -98,7 +100,9 @@ def test_convert_changes_the_experts_and_nothing_else(nano, tmp_path, capfd):
 
 def test_chat_answers_questions_from_a_pipe(nano):
     command = [*BALTORO, "chat", nano, "--max-new-tokens", "8", "--seed", "1"]
-    done = subprocess.run(command, input=b"hello\n/reset\nbye\n", capture_output=True, check=True)
+    done = subprocess.run(
+        command, input=b"hello\n/reset\nbye\n", capture_output=True, check=True, env=ONE_THREAD
+    )
     assert b"conversation forgotten" in done.stdout
     assert done.stderr == b""
 
@@ -106,7 +110,7 @@ def test_chat_answers_questions_from_a_pipe(nano):
 def test_chat_in_a_terminal_greets_answers_and_leaves(nano):
     ours, theirs = pty.openpty()
     command = [*BALTORO, "chat", nano, "--max-new-tokens", "4", "--seed", "1"]
-    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True)
+    chat = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=ONE_THREAD)
     os.close(theirs)
 
     def read_until(words: bytes) -> bytes:
@@ -202,6 +206,6 @@ def test_wrong_input_is_one_line_and_exit_2_and_writes_nothing(
 
 def test_chat_on_wrong_input_from_a_pipe_exits_2(nano):
     command = [*BALTORO, "chat", nano, "--max-new-tokens", "4"]
-    done = subprocess.run(command, input=b"/nonsense\n", capture_output=True, check=False)
+    done = subprocess.run(command, input=b"/nonsense\n", capture_output=True, env=ONE_THREAD)
     assert done.returncode == 2
     assert done.stderr.startswith(b"baltoro: /nonsense: unknown command")
