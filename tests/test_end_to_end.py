@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -116,6 +117,7 @@ def test_chat_in_a_terminal_greets_answers_and_leaves(nano):
     def read_until(words: bytes) -> bytes:
         seen = b""
         while words not in seen:
+            assert select.select([ours], [], [], 60)[0], f"nothing more after {seen!r}"
             seen += os.read(ours, 4096)
         return seen
 
