@@ -9,8 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Op = Callable[..., Tensor]  # op(impl, *tensors)
 
-_ROUNDING_STEPS = 6.0
-
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     """fp64 normal numbers that depend on the shape and the seed alone."""
@@ -18,7 +16,9 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
 
-def assert_earned(op: Op, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+def assert_earned(
+    op: Op, tensors: Sequence[Tensor], dtype: torch.dtype, *, rounding_steps: float = 6.0
+) -> None:
     """Hold the output and every gradient of `torch` to the budget of `harness`, in poisoned memory.
 
     The exact values are the reference's in fp64 on the same rounded inputs; the budget is twice the
@@ -34,7 +34,7 @@ def assert_earned(op: Op, tensors: Sequence[Tensor], dtype: torch.dtype) -> None
         assert (x.dtype, x.shape) == (plain[index].dtype, plain[index].shape), what
         error = relative_error(x, exact[index])
         usual = relative_error(plain[index], exact[index])
-        allowed = 2 * usual + _ROUNDING_STEPS * torch.finfo(x.dtype).eps / 2
+        allowed = 2 * usual + rounding_steps * torch.finfo(x.dtype).eps / 2
         assert error <= allowed, f"{what}: error {error:.3g}, earned {allowed:.3g}"
 
 

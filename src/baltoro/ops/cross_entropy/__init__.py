@@ -49,6 +49,10 @@ def linear_cross_entropy(
                 f"linear_cross_entropy: targets holds {low if low < 0 else top}; ids must be in "
                 f"[0, {weight.shape[0]}) or ignore_index={ignore_index}"
             )
-    high = torch.promote_types(hidden.dtype, torch.float32)
-    loss = choose("cross_entropy", impl, _LINEAR_CROSS_ENTROPY)(hidden[kept], weight, kept_targets)
-    return torch.zeros(targets.shape, dtype=high, device=hidden.device).index_put((kept,), loss)
+    loss_of_kept = choose("cross_entropy", impl, _LINEAR_CROSS_ENTROPY)
+    if kept.numel() == targets.numel():
+        return loss_of_kept(hidden, weight, targets)
+    loss = loss_of_kept(hidden.index_select(0, kept), weight, kept_targets)
+    return torch.zeros(targets.shape, dtype=loss.dtype, device=loss.device).index_copy(
+        0, kept, loss
+    )

@@ -80,7 +80,7 @@ def latent_attention(
     `q_latent` `[N, H, R + P]`: the query with the key up-projection absorbed, then the shared part;
     `kv_latent` `[N, L, R + P]`: cached rows, whose first `R = kv_lora_rank` columns are the values;
     `seq_lens` int `[N]`: rows in use, at least 1. Rows beyond are never read into the result, so
-    they may hold anything. The value up-projection is left to the caller. No backward.
+    they may hold anything. The value up-projection is left to the caller.
     """
     if q_latent.dim() != 3 or kv_latent.dim() != 3 or kv_latent.shape[0] != q_latent.shape[0]:
         raise ValueError(

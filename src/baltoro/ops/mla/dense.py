@@ -30,8 +30,8 @@ def varlen_attention(
         keys = slice(bounds_k[n], bounds_k[n + 1])
         if q_seq.shape[2] > 0:
             outs += _attend(q_seq, k[:, :, keys], v[:, :, keys], causal, scale)
-    if not outs:
-        return q.new_empty((0, q.shape[1], value_dim))
+    if not outs:  # nothing to attend, and still a gradient of zeros for all three
+        outs = [tensor[:, :, :0] for tensor in (q, k, v)]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
     return out[0, :, :, :value_dim].transpose(0, 1)
 
