@@ -68,8 +68,8 @@ def kda_inputs(
     gate: Gate = "mixed",
     keys: Keys = "random",
     num_heads: int = 2,
-    key_dim: int = 8,
-    value_dim: int = 12,
+    key_dim: int = 16,
+    value_dim: int = 24,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Packed:

@@ -66,7 +66,7 @@ def test_the_reference_is_the_matrix_form_of_the_report() -> None:
     state = batch.states["initial_state"][0, 0]
     outputs = []
     for t in range(3):
-        forget = torch.eye(8, dtype=torch.float64) - beta[t] * torch.outer(k[t], k[t])
+        forget = torch.eye(16, dtype=torch.float64) - beta[t] * torch.outer(k[t], k[t])
         state = forget @ torch.diag(g[t].exp()) @ state + beta[t] * torch.outer(k[t], v[t])
         outputs.append(state.T @ q[t])
     o, final_state = reference(batch)
@@ -166,7 +166,7 @@ def test_a_gate_of_zero_and_of_the_bound_are_inside(form: Op) -> None:
 @every_form
 def test_without_an_initial_state_a_sequence_starts_from_zeros(form: Op) -> None:
     batch = kda_inputs([20, 3])
-    zeros = replace(batch, states={"initial_state": torch.zeros(2, 2, 8, 12).double()})
+    zeros = replace(batch, states={"initial_state": torch.zeros(2, 2, 16, 24).double()})
     none = replace(batch, states={})
     for x, y in zip(form(none), form(zeros), strict=True):
         assert torch.equal(x, y)
@@ -176,7 +176,7 @@ def test_without_an_initial_state_a_sequence_starts_from_zeros(form: Op) -> None
 def test_no_tokens_give_no_output_and_the_same_state(form: Op) -> None:
     batch = kda_inputs([0, 0])
     o, final_state = form(batch)
-    assert o.shape == (0, 2, 12)
+    assert o.shape == (0, 2, 24)
     assert torch.equal(final_state, batch.states["initial_state"])
 
 
@@ -202,11 +202,11 @@ def test_low_precision_inputs_give_outputs_of_their_dtype_and_an_fp32_state(form
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("q", lambda x: x[0], r"q \[2, 8\].*expected \[T, H, K\]"),
-        ("k", lambda x: x[..., :4], r"k: expected .*\[6, 2, 8\].*got .*\[6, 2, 4\]"),
+        ("q", lambda x: x[0], r"q \[2, 16\].*expected \[T, H, K\]"),
+        ("k", lambda x: x[..., :4], r"k: expected .*\[6, 2, 16\].*got .*\[6, 2, 4\]"),
         ("k", lambda x: x.float(), r"k: expected torch.float64.*got torch.float32"),
-        ("v", lambda x: x[:5], r"v: expected .*\[6, 2, 12\]"),
-        ("g", lambda x: x[..., 0], r"g: expected .*\[6, 2, 8\].*got .*\[6, 2\]"),
+        ("v", lambda x: x[:5], r"v: expected .*\[6, 2, 24\]"),
+        ("g", lambda x: x[..., 0], r"g: expected .*\[6, 2, 16\].*got .*\[6, 2\]"),
         ("g", lambda x: x.bfloat16(), r"g: expected torch.float64.*got torch.bfloat16"),
         ("beta", lambda x: x[..., None], r"beta: expected .*\[6, 2\].*got .*\[6, 2, 1\]"),
         ("beta", lambda x: x.half(), r"beta: expected torch.float64.*got torch.float16"),
@@ -225,7 +225,7 @@ def test_a_state_that_does_not_fit_is_named(form: Op) -> None:
     batch = kda_inputs([3, 3])
     transposed = batch.states["initial_state"].mT
     for state in (transposed, batch.states["initial_state"].float()):
-        with pytest.raises(ValueError, match=r"initial_state: expected .*\[2, 2, 8, 12\]"):
+        with pytest.raises(ValueError, match=r"initial_state: expected .*\[2, 2, 16, 24\]"):
             form(replace(batch, states={"initial_state": state}))
 
 
