@@ -29,6 +29,8 @@ class Mxfp4Tensor(NamedTuple):
 def decode_mxfp4(weight: Mxfp4Tensor, dtype: torch.dtype) -> Tensor:
     """The values `[..., out, in]` in `dtype` (bfloat16, float32 or float64), without rounding.
 
+    In fp32 they are the bits that the released decoder (compressed-tensors 0.20) gives; its factor
+    for scale byte 254 is one unit above 2^127.
     Subnormal values and -0 are kept. Codes too large for `dtype` (scale byte 254 in bfloat16 and
     float32) become infinite with their sign. Scale byte 255 is NaN for its whole group, as the MX
     specification says.

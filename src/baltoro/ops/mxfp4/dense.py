@@ -8,6 +8,8 @@ from torch import Tensor
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 _MAX_BYTE = 254  # 255 is NaN
+# 2^127 and one unit in its last place: what compressed-tensors takes for byte 254 in fp32
+_FP32_LAST_FACTOR = float.fromhex("0x1.000002p127")
 _GROUP_SIZE = 32
 # A pair of values as one item, which is faster to look up than two.
 _PAIR_DTYPES = {
@@ -27,8 +29,10 @@ def decode(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     values = _MAGNITUDES + tuple(-value for value in _MAGNITUDES)
     pairs = [(values[byte % 16], values[byte // 16]) for byte in range(256)]
     pair_table = torch.tensor(pairs, dtype=dtype, device=packed.device)
-    # Scale bytes up to 254 are powers of two that fp32 and bf16 hold exactly, 0 as a subnormal.
+    # Scale bytes up to 253 are powers of two that fp32 and bf16 hold exactly, 0 as a subnormal.
     factors = [2.0 ** (byte - _BIAS) for byte in range(_MAX_BYTE + 1)] + [math.nan]
+    if dtype == torch.float32:
+        factors[_MAX_BYTE] = _FP32_LAST_FACTOR
     factor_table = torch.tensor(factors, dtype=dtype, device=packed.device)
     pairs_of_bytes = pair_table.view(_PAIR_DTYPES[dtype]).flatten()
     decoded = pairs_of_bytes.index_select(0, packed.flatten().int()).view(dtype)
