@@ -24,6 +24,7 @@ from baltoro.ops.kda.triton.tiles_sm90 import (
     COPY128,
     HALF,
     LOG2E,
+    ONES,
     PAIR,
     SHIFT,
     SQUARE,
@@ -35,6 +36,7 @@ from baltoro.ops.kda.triton.tiles_sm90 import (
     TOKENS,
     VECTOR,
     again,
+    barrier,
     copy_tile,
     half_gate,
     half_tile,
@@ -51,6 +53,28 @@ from baltoro.ops.kda.triton.tiles_sm90 import (
 )
 
 
+# places of the tiles of dA: pairs inside the first and second half, and across
+NEAR_Q0: gl.constexpr = gl.constexpr(0)
+NEAR_K0: gl.constexpr = gl.constexpr(1)
+NEAR_Q1: gl.constexpr = gl.constexpr(2)
+NEAR_K1: gl.constexpr = gl.constexpr(3)
+FAR_Q: gl.constexpr = gl.constexpr(4)
+FAR_K: gl.constexpr = gl.constexpr(5)
+
+
+@gluon.jit
+def place(tiles, i: gl.constexpr):
+    """Tile i of an array, its address computed here and now.
+
+    Addresses known in advance are kept in uniform registers; when those run out, the ptxas of CUDA
+    12.8 reads the wrong one.
+    """
+    zero = gl.inline_asm_elementwise(
+        "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    return tiles.index(zero + i)
+
+
 @gluon.jit
 def crossing_sum(base, reads, writes, from_here, before):
     """Gradient of g: `base` [64], what is read at or after a token, and written before it."""
@@ -61,25 +85,30 @@ def crossing_sum(base, reads, writes, from_here, before):
 
 
 @gluon.jit
-def add_near_pairs(L, q, k, own, pair_q, pair_k, dq, dk, reads, h: gl.constexpr):
+def add_near_pairs(L, q, k, own, tiles, Q: gl.constexpr, dq, dk, reads):
     """Add the pairs inside one half to dq, dk and to what its tokens read (less what they write)."""
-    tile_q = pair_q.slice(h * HALF, HALF, 0).slice(h * HALF, HALF, 1)
-    tile_k = pair_k.slice(h * HALF, HALF, 0).slice(h * HALF, HALF, 1)
     lhs = left(rounded(k * gl.exp2(-L - SHIFT)))
-    t = warpgroup_mma_wait(0, deps=[times(lhs, tile_q.permute((1, 0)))])
+    t = warpgroup_mma_wait(0, deps=[times(lhs, place(tiles, Q).permute((1, 0)))])
     row = gl.exp2(L + SHIFT)
     row_q = rounded(q * row)
     dq += row * t + own * k
     reads += row_q * t
-    t = warpgroup_mma_wait(0, deps=[times(lhs, tile_k.permute((1, 0)))])
+    t = warpgroup_mma_wait(0, deps=[times(lhs, place(tiles, Q + 1).permute((1, 0)))])
     row_k = rounded(k * row)
     dk += row * t + own * q
     reads += row_k * t
-    t = times(left(row_q), tile_q)
-    t = warpgroup_mma(left(row_k), tile_k, t, is_async=True)
+    t = times(left(row_q), place(tiles, Q))
+    t = warpgroup_mma(left(row_k), place(tiles, Q + 1), t, is_async=True)
     t = warpgroup_mma_wait(0, deps=[t])
     col = gl.exp2(-again(L) - SHIFT)
     return dq, dk + col * t, reads - rounded(k * col) * t
+
+
+@gluon.jit
+def put_tile(tiles, i: gl.constexpr, square, r: gl.constexpr, c: gl.constexpr):
+    """Copy one 32 x 32 tile of `square` to place i."""
+    tile = square.slice(r * HALF, HALF, 0).slice(c * HALF, HALF, 1).load(ONES)
+    tiles.index(i).store(tile)
 
 
 @gluon.jit
@@ -122,19 +151,19 @@ def gradients_sm90_kernel(
     do_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
     dv_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
     v_new_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, V], TILE)
-    dS_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, V], TILE)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [V, STRIP], TILE)
+    dS_s = gl.allocate_shared_memory(gl.bfloat16, [V, STRIP], TILE)
     g_s = gl.allocate_shared_memory(g.dtype.element_ty, [CHUNK, STRIP], TILE_G)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
     value = (start * num_heads + h) * V
-    state = chunk * K * V + strip * (STRIP * V)
+    state = chunk * K * V + strip * STRIP
     head = (start * num_heads + h) * K + strip * STRIP
     copy_tile(do_s, do + value, num_heads * V, length, COPY_V)
     copy_tile(v_new_s, v_new + chunk * CHUNK * V, V, CHUNK, COPY_V)
     copy_tile(dv_s, dv + value, num_heads * V, length, COPY_V)
-    copy_tile(S_s, states + state, V, STRIP, COPY_V)
-    copy_tile(dS_s, d_states + state, V, STRIP, COPY_V)
+    copy_tile(S_s, states + state, K, V, COPY64)
+    copy_tile(dS_s, d_states + state, K, V, COPY64)
     async_copy.commit_group()
     copy_tile(g_s, g + head, num_heads * K, length, COPY_G)
     copy_tile(k_s, k + head, num_heads * K, length, COPY64)
@@ -153,7 +182,7 @@ def gradients_sm90_kernel(
 
     async_copy.wait_group(1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     pair_zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout=PAIR)
     v_new_t = v_new_s.permute((1, 0))
     pq = warpgroup_mma(do_s, v_new_t, pair_zero, use_acc=False, is_async=True)
@@ -165,12 +194,14 @@ def gradients_sm90_kernel(
     write = gl.sum(gl.where(is_same, pk, 0.0), 1) * inverse_beta
     below_q = gl.where(is_below, pq, 0.0).to(gl.bfloat16)
     below_k = gl.where(is_below, -pk, 0.0).to(gl.bfloat16)
-    rq0 = times(S_s, do_s.slice(0, HALF, 0).permute((1, 0)))
-    rk0 = times(S_s, dv_s.slice(0, HALF, 0).permute((1, 0)))
-    wk0 = times(dS_s, v_new_s.slice(0, HALF, 0).permute((1, 0)))
-    rq1 = times(S_s, do_s.slice(HALF, HALF, 0).permute((1, 0)))
-    rk1 = times(S_s, dv_s.slice(HALF, HALF, 0).permute((1, 0)))
-    wk1 = times(dS_s, v_new_s.slice(HALF, HALF, 0).permute((1, 0)))
+    S_t = S_s.permute((1, 0))
+    dS_t = dS_s.permute((1, 0))
+    rq0 = times(S_t, do_s.slice(0, HALF, 0).permute((1, 0)))
+    rk0 = times(S_t, dv_s.slice(0, HALF, 0).permute((1, 0)))
+    wk0 = times(dS_t, v_new_s.slice(0, HALF, 0).permute((1, 0)))
+    rq1 = times(S_t, do_s.slice(HALF, HALF, 0).permute((1, 0)))
+    rk1 = times(S_t, dv_s.slice(HALF, HALF, 0).permute((1, 0)))
+    wk1 = times(dS_t, v_new_s.slice(HALF, HALF, 0).permute((1, 0)))
     if strip == 0:
         d = write * inverse_beta
         if FROM_LOGITS:
@@ -179,18 +210,26 @@ def gradients_sm90_kernel(
         gl.store(out, d.to(dbeta.dtype.element_ty), mask=token < length)
     rq0, rk0, wk0, rq1, rk1, wk1 = warpgroup_mma_wait(0, deps=[rq0, rk0, wk0, rq1, rk1, wk1])
     if NORMALIZE:
-        gl.thread_barrier()
+        barrier()
         read_q = read_products(o + value, do_s, num_heads * V, length, V, COPY64)
         read_k = read_products(v + value, dv_s, num_heads * V, length, V, COPY64)
     rq0_s = gl.allocate_shared_memory(gl.float32, [STRIP, HALF], TILE32, rq0)
     rk0_s = gl.allocate_shared_memory(gl.float32, [STRIP, HALF], TILE32, rk0)
     wk0_s = gl.allocate_shared_memory(gl.float32, [STRIP, HALF], TILE32, wk0)
 
-    through = warpgroup_mma(S_s, dS_s.permute((1, 0)), pair_zero, use_acc=False, is_async=True)
+    through = warpgroup_mma(S_t, dS_s, pair_zero, use_acc=False, is_async=True)
     through = warpgroup_mma_wait(0, deps=[through])
     through = gl.sum(gl.where(is_same, through, 0.0), 1)
     pair_q = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE, below_q)
     pair_k = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE, below_k)
+    barrier()
+    tiles = gl.allocate_shared_memory(gl.bfloat16, [6, HALF, HALF], SQUARE)
+    put_tile(tiles, NEAR_Q0, pair_q, 0, 0)
+    put_tile(tiles, NEAR_K0, pair_k, 0, 0)
+    put_tile(tiles, NEAR_Q1, pair_q, 1, 1)
+    put_tile(tiles, NEAR_K1, pair_k, 1, 1)
+    put_tile(tiles, FAR_Q, pair_q, 1, 0)
+    put_tile(tiles, FAR_K, pair_k, 1, 0)
     later = gl.arange(0, HALF, layout=SQUARE_ROWS)[:, None]
     earlier = gl.arange(0, HALF, layout=SQUARE_COLUMNS)[None, :]
     up_to = ones_where(later <= earlier)
@@ -209,13 +248,13 @@ def gradients_sm90_kernel(
         write_s.store(write)
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     through = through_s.load(CHANNELS) * gl.load(gamma + chunk * K + channels)
 
     first1, L1, end1 = half_gate(g_s, 1, up_to, length, bias, rate, lower_bound, FROM_LOGITS)
     first0, L0, end0 = half_gate(g_s, 0, up_to, length, bias, rate, lower_bound, FROM_LOGITS)
-    place = gl.arange(0, HALF, layout=TOKENS)
-    norm = norms + chunk * (2 * CHUNK) + place
+    spot = gl.arange(0, HALF, layout=TOKENS)
+    norm = norms + chunk * (2 * CHUNK) + spot
 
     # what the second half needs of the first
     k0 = normed_half(k_s, 0, norm + CHUNK, 1.0, NORMALIZE)
@@ -238,16 +277,16 @@ def gradients_sm90_kernel(
     reads1 = q1 * rq1 + k1 * rk1
     writes1 = k1 * wk1
     lhs = left(lo_k)
-    t = times(lhs, pair_q.slice(HALF, HALF, 0).slice(0, HALF, 1).permute((1, 0)))
+    t = times(lhs, place(tiles, FAR_Q).permute((1, 0)))
     t = warpgroup_mma_wait(0, deps=[t])
     rq1 += cross1 * t
     reads1 += hi_q * t
-    t = times(lhs, pair_k.slice(HALF, HALF, 0).slice(0, HALF, 1).permute((1, 0)))
+    t = times(lhs, place(tiles, FAR_K).permute((1, 0)))
     t = warpgroup_mma_wait(0, deps=[t])
     rk1 += cross1 * t + wk1
     reads1 += hi_k * t
     own1 = own_s.slice(HALF, HALF, 0).load(TOKENS)[None, :]
-    rq1, rk1, reads1 = add_near_pairs(L1, q1, k1, own1, pair_q, pair_k, rq1, rk1, reads1, 1)
+    rq1, rk1, reads1 = add_near_pairs(L1, q1, k1, own1, tiles, NEAR_Q1, rq1, rk1, reads1)
     if NORMALIZE:
         read_q1 = read_q_s.slice(HALF, HALF, 0).load(TOKENS)
         read_k1 = 2.0 * write_s.slice(HALF, HALF, 0).load(TOKENS)
@@ -264,8 +303,8 @@ def gradients_sm90_kernel(
     k0 = normed_half(k_s, 0, norm + CHUNK, 1.0, NORMALIZE)
     lhs_q = left(hi_q)
     lhs_k = left(hi_k)
-    tw = times(lhs_q, pair_q.slice(HALF, HALF, 0).slice(0, HALF, 1))
-    tw = warpgroup_mma(lhs_k, pair_k.slice(HALF, HALF, 0).slice(0, HALF, 1), tw, is_async=True)
+    tw = times(lhs_q, place(tiles, FAR_Q))
+    tw = warpgroup_mma(lhs_k, place(tiles, FAR_K), tw, is_async=True)
     tw = warpgroup_mma_wait(0, deps=[tw])
     L0 = L0_s.load(ACC)
     decay = gl.exp2(L0 + first0[:, None])
@@ -277,7 +316,7 @@ def gradients_sm90_kernel(
     writes0 = k0 * wk0
     rk0 += wk0 + cross0 * tw
     own0 = own_s.slice(0, HALF, 0).load(TOKENS)[None, :]
-    rq0, rk0, reads0 = add_near_pairs(L0, q0, k0, own0, pair_q, pair_k, rq0, rk0, reads0, 0)
+    rq0, rk0, reads0 = add_near_pairs(L0, q0, k0, own0, tiles, NEAR_Q0, rq0, rk0, reads0)
     if NORMALIZE:
         read_q0 = read_q_s.slice(0, HALF, 0).load(TOKENS)
         read_k0 = 2.0 * write_s.slice(0, HALF, 0).load(TOKENS)
@@ -291,13 +330,13 @@ def gradients_sm90_kernel(
     if FROM_LOGITS:
         y0 = half_tile(g_s, 0) + bias[:, None]
         y1 = half_tile(g_s, 1) + bias[:, None]
-        dg0 = gl.where(place[None, :] < length, dg0 * gate_slope(y0, rate, lower_bound), 0.0)
-        dg1 = gl.where(place[None, :] < length - HALF, dg1 * gate_slope(y1, rate, lower_bound), 0.0)
+        dg0 = gl.where(spot[None, :] < length, dg0 * gate_slope(y0, rate, lower_bound), 0.0)
+        dg1 = gl.where(spot[None, :] < length - HALF, dg1 * gate_slope(y1, rate, lower_bound), 0.0)
         gl.store(d_bias_parts + chunk * K + channels, gl.sum(dg0 + dg1, 1))
         gl.store(d_rate_parts + chunk * K + channels, gl.sum(dg0 * y0 + dg1 * y1, 1))
     store_half(g_s, 0, dg0)
     store_half(g_s, 1, dg1)
-    gl.thread_barrier()
+    barrier()
     store_tile(dq + head, q_s, num_heads * K, length, COPY64)
     store_tile(dk + head, k_s, num_heads * K, length, COPY64)
     store_tile(dg + head, g_s, num_heads * K, length, COPY_G)

@@ -15,6 +15,10 @@ from baltoro.ops.kda.triton.gradients_sm90 import gradients_sm90_kernel
 from baltoro.ops.kda.triton.prep import prep_kernel
 from baltoro.ops.kda.triton.prep_sm90 import prep_sm90_kernel
 from baltoro.ops.kda.triton.scan import forward_scan_kernel, reverse_scan_kernel
+from baltoro.ops.kda.triton.scan_sm90 import (
+    forward_scan_sm90_kernel,
+    reverse_scan_sm90_kernel,
+)
 from baltoro.ops.kda.triton.tiles import CHUNK, table_kernel
 
 C = CHUNK.value
@@ -179,6 +183,14 @@ def scan_forward(
     N = cu_seqlens.numel() - 1
     o = torch.empty_like(v)
     final_state = v.new_empty(N, H, K, V, dtype=torch.float32)
+    if shapes.is_sm90:
+        forward_scan_sm90_kernel[(H * V // 64, N)](
+            saved.kp, saved.kc, saved.qp, saved.ainv, saved.aqk, saved.gamma, saved.beta,
+            v, initial_state, saved.offsets, cu_seqlens, o, saved.v_new, saved.states, final_state,
+            H, K=K, V=V, HAS_INITIAL=initial_state is not None,
+            IS_KEPT=saved.states.shape[0] > 0, num_warps=4,
+        )  # fmt: skip
+        return o, final_state
     tile = min(shapes.forward.tile, V)
     forward_scan_kernel[(H * V // tile, N)](
         saved.kp, saved.kc, saved.qp, saved.ainv, saved.aqk, saved.gamma, saved.beta,
@@ -204,6 +216,13 @@ def scan_reverse(
     dv = torch.empty_like(do)
     d_states = torch.empty_like(saved.states)
     d_initial_state = do.new_empty(N, H, K, V, dtype=torch.float32)
+    if shapes.is_sm90:
+        reverse_scan_sm90_kernel[(H * V // 64, N)](
+            saved.kp, saved.kc, saved.qp, saved.ainv, saved.aqk, saved.gamma, saved.beta,
+            do, d_final_state, saved.offsets, cu_seqlens, dv, d_states, d_initial_state, H,
+            K=K, V=V, HAS_FINAL=d_final_state is not None, num_warps=4,
+        )  # fmt: skip
+        return dv, d_states, d_initial_state
     tile = min(shapes.reverse.tile, V)
     reverse_scan_kernel[(H * V // tile, N)](
         saved.kp, saved.kc, saved.qp, saved.ainv, saved.aqk, saved.gamma, saved.beta,

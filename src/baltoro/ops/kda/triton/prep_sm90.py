@@ -31,6 +31,7 @@ from baltoro.ops.kda.triton.tiles_sm90 import (
     TILE32,
     TOKENS,
     VECTOR,
+    barrier,
     copy_tile,
     half_gate,
     half_tile,
@@ -62,11 +63,11 @@ def tf32(x):
 @gluon.jit
 def square_product(a_s, b_s, a, b):
     """a [64, 64] times b [64, 64] in tf32, through two buffers; b's holds it transposed."""
-    gl.thread_barrier()
+    barrier()
     a_s.store(tf32(a))
     b_s.permute((1, 0)).store(tf32(b))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout=PAIR_TF32)
     product = warpgroup_mma(a_s, b_s.permute((1, 0)), zero, use_acc=False, is_async=True)
     product = warpgroup_mma_wait(0, deps=[product])
@@ -152,7 +153,7 @@ def prep_sm90_kernel(
         rate = gl.exp(gl.load(a_log + h))
 
     async_copy.wait_group(0)
-    gl.thread_barrier()
+    barrier()
     sum_qq = gl.zeros([CHUNK], gl.float32, layout=gl.SliceLayout(1, COPY64))
     sum_kk = sum_qq
     sum_qk = sum_qq
@@ -172,7 +173,7 @@ def prep_sm90_kernel(
         gl.store(norms + chunk * (2 * CHUNK) + place, q_norm)
         gl.store(norms + chunk * (2 * CHUNK) + CHUNK + place, k_norm)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     near_q = gl.zeros([CHUNK, CHUNK], gl.float32, layout=PAIR)
     near_k = near_q
@@ -220,7 +221,7 @@ def prep_sm90_kernel(
         put_half(hi_q, 1, cross)
         store_half(q_s.index(s), 1, cross * before)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
 
         near_q = warpgroup_mma(row_q.permute((1, 0)), col_k, near_q, is_async=True)
         near_k = warpgroup_mma(row_k.permute((1, 0)), col_k, near_k, is_async=True)
@@ -233,7 +234,7 @@ def prep_sm90_kernel(
         near_q, near_k, far_q, far_k = warpgroup_mma_wait(
             0, deps=[near_q, near_k, far_q, far_k]
         )
-        gl.thread_barrier()
+        barrier()
 
     rows = row[:, None]
     columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, PAIR))[None, :]
@@ -243,13 +244,13 @@ def prep_sm90_kernel(
     pair = gl.where(rows == columns, own[:, None], pair)
     out_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE, pair.to(gl.bfloat16))
     square = chunk * CHUNK * CHUNK
-    gl.thread_barrier()
+    barrier()
     store_tile(aqk + square, out_s, CHUNK, CHUNK, COPY64)
     pair = gl.where(is_near, near_k, far_k) * beta_C[:, None]
     a_s = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], TILE32)
     b_s = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], TILE32)
     pair = inverse_below_diagonal(pair, rows, columns, a_s, b_s)
-    gl.thread_barrier()
+    barrier()
     out_s.store(pair.to(gl.bfloat16))
-    gl.thread_barrier()
+    barrier()
     store_tile(ainv + square, out_s, CHUNK, CHUNK, COPY64)

@@ -13,6 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+# Triton 3.7 renamed it
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 SHIFT: gl.constexpr = gl.constexpr(112.0)
 CHUNK: gl.constexpr = gl.constexpr(64)
