@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from ops.harness import (
+    Gate,
     Op,
     Packed,
     assert_within_budget,
@@ -178,6 +179,27 @@ def test_no_tokens_give_no_output_and_the_same_state(form: Op) -> None:
     o, final_state = form(batch)
     assert o.shape == (0, 2, 24)
     assert torch.equal(final_state, batch.states["initial_state"])
+
+
+@every_form
+def test_a_nan_stays_in_its_sequence_forward_and_backward(form: Op) -> None:
+    batch = kda_inputs([70, 5, 64])
+    clean = outcome(form, batch)
+    batch.tokens["v"][70:75] = float("nan")
+    spoilt = outcome(form, batch)
+    others = [*range(70), *range(75, 139)]
+    for name in ("outputs", "d_q", "d_k", "d_v", "d_g", "d_beta"):
+        assert torch.equal(spoilt[name][others], clean[name][others]), name
+    assert torch.equal(spoilt["final_state"][[0, 2]], clean["final_state"][[0, 2]])
+
+
+@pytest.mark.gpu
+@every_form
+@pytest.mark.parametrize("gate", ["bound", "near_zero", "mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_as_accurate_on_a_gpu(form: Op, gate: Gate, dtype: torch.dtype) -> None:
+    batch = kda_inputs([130, 1, 64, 0, 17], gate=gate, dtype=dtype)
+    assert_within_budget(form, reference, batch, device="cuda")
 
 
 @every_form

@@ -76,6 +76,15 @@ def test_normalisation_sums_squares_and_keeps_eps_inside_the_root() -> None:
     torch.testing.assert_close(l2_normalize(x, scale=0.5), 0.5 * expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_normalisation_is_the_same_with_and_without_gradients(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 64).to(dtype)
+    with torch.no_grad():
+        inferred = l2_normalize(x, scale=0.125)
+    assert inferred.dtype == dtype
+    torch.testing.assert_close(inferred, l2_normalize(x, scale=0.125))
+
+
 def test_normalisation_keeps_the_dtype_and_computes_in_fp32() -> None:
     x = (1e3 * torch.randn(4, 64)).half()
     y = l2_normalize(x)

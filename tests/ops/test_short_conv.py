@@ -125,6 +125,37 @@ def test_no_gradient_crosses_from_one_sequence_into_the_one_before() -> None:
     assert torch.equal(x.grad[:5], torch.zeros(5, 5, dtype=torch.float64))
 
 
+def test_a_nan_stays_in_its_sequence_forward_and_backward() -> None:
+    batch = short_conv_inputs([6, 5, 4])
+    clean = outcome(run, batch)
+    batch.tokens["x"][6:11] = float("nan")
+    spoilt = outcome(run, batch)
+    others = [*range(6), *range(11, 15)]
+    for name in ("outputs", "d_x"):
+        assert torch.equal(spoilt[name][others], clean[name][others]), name
+    assert torch.equal(spoilt["d_initial_state"][[0, 2]], clean["d_initial_state"][[0, 2]])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7])
+@pytest.mark.parametrize("lengths", [[20], [9, 1, 2, 8]], ids=str)
+def test_small_ranges_of_tokens_give_the_same_as_one(
+    lengths: list[int], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = short_conv_inputs(lengths)
+    whole = outcome(run, batch)
+    monkeypatch.setattr("baltoro.ops.blocks._CPU_BYTES", num_rows * 4 * 5 * 8)
+    for name, x in outcome(run, batch).items():
+        assert relative_error(x, whole[name]) < 1e-14, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[1, 1], [37, 1, 90]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_as_accurate_on_a_gpu(lengths: list[int], dtype: torch.dtype) -> None:
+    batch = short_conv_inputs(lengths, dtype=dtype)
+    assert_within_budget(run, reference, batch, device="cuda")
+
+
 @every_impl
 def test_no_tokens_give_no_output_and_the_same_state(impl: str) -> None:
     batch = short_conv_inputs([0])
