@@ -1,0 +1,1 @@
+"""One step, one loop: pretraining, and what else is trained on packed batches."""

@@ -1,0 +1,58 @@
+"""Settings of a step and of a run; nothing here imports torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Balancing = Literal["quantile", "sign"]
+
+
+def require(ok: bool, field: str, value: object, rule: str) -> None:
+    """Raises `ValueError` naming the field, the value and the rule unless `ok`."""
+    if not ok:
+        raise ValueError(f"{field}={value!r}: {rule}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConfig:
+    """What one optimizer update does beside the optimizer's own settings."""
+
+    grad_clip: float = 1.0  # limit of the gradient's global norm; inf only measures
+    mtp_loss_weight: float = 0.3  # of each MTP layer; DeepSeek-V3 begins there (`k3-recipe` 12)
+    recompute: bool = False  # keep only the input of each layer for the backward pass
+    balancing: Balancing = "quantile"
+    balance_ema: float = 0.0  # weight of the old bias in the new one, quantile only
+    sign_step_size: float = 1e-3  # of the sign rule, to compare with
+    qk_clip_tau: float = 100.0  # K2's limit of an attention logit (`optim.qk_clip`)
+    # the logits are measured, and clipped, in every so many steps: a clip may be that much late
+    qk_clip_every: int = 1
+
+    def __post_init__(self) -> None:
+        require(self.grad_clip > 0, "step.grad_clip", self.grad_clip, "must be positive")
+        weight = self.mtp_loss_weight
+        require(0 <= weight < math.inf, "step.mtp_loss_weight", weight, "must not be negative")
+        tau = self.qk_clip_tau
+        require(tau > 0, "step.qk_clip_tau", tau, "must be positive")
+        every = self.qk_clip_every
+        require(every >= 1, "step.qk_clip_every", every, "must be at least 1")
+        kinds = ("quantile", "sign")
+        require(self.balancing in kinds, "step.balancing", self.balancing, f"one of {kinds}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """How often a run looks up from its steps, and what it keeps."""
+
+    log_every: int = 1  # steps between lines of metrics
+    inspect_every: int = 20  # steps between records of expert loads and logits by head
+    eval_every: int = 100  # steps between evaluations; each follows a save
+    save_every: int = 100
+    keep_last: int = 2  # checkpoints; the best is kept beside them
+    max_bad_steps: int = 10  # in a row, loss or gradient not finite, before the run stops
+    num_eval_batches: int = 8  # held-out microbatches per evaluation
+    num_sample_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for field in self.__slots__:
+            value = getattr(self, field)
+            require(value >= 1, f"run.{field}", value, "must be at least 1")

@@ -1,0 +1,230 @@
+"""One step: micro-batches to gradients, one update, then what follows an update.
+
+    loss = sum_t w_t l_t / sum_t w_t + m * (the same over each MTP layer)
+
+with l_t the cross entropy of `targets[t]` and both sums over all micro-batches of the step. MTP
+layer i predicts from position t the target of position t + 1 + i. After the update, in this order:
+QK-Clip on the masters, the routers' next bias.
+
+A step whose loss or gradient is not finite changes nothing: no weight, no momentum, no bias.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from baltoro.data.pack import PackedBatch
+from baltoro.model.model import Model, ModelOutput
+from baltoro.ops.cross_entropy import linear_cross_entropy
+from baltoro.optim.balancing import LayerBalance
+from baltoro.optim.grad_clip import clip_grad_norm_
+from baltoro.optim.qk_clip import qk_clip_
+from baltoro.optim.router_health import RouterAlarm, router_alarms
+from baltoro.train.attention_logits import record_max_logits
+from baltoro.train.learner import Learner, device_of, qk_weights, router_layers, router_parameter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What one step did."""
+
+    numbers: dict[str, float]  # flat, by `room/thing_unit`
+    is_skipped: bool  # loss or gradient not finite: nothing was changed
+    balances: Mapping[str, LayerBalance] = field(default_factory=dict)  # by MoE layer
+    max_logits: Mapping[str, list[float]] = field(default_factory=dict)  # by MLA mixer and head
+    router_alarms: Sequence[RouterAlarm] = ()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sums:
+    """Sums over the micro-batches of a step, on the device."""
+
+    loss: Tensor
+    mtp_loss: Tensor
+
+
+def train_step(learner: Learner, batches: Sequence[PackedBatch], *, lr: float) -> StepResult:
+    """Learn from the micro-batches `batches` with rate `lr`.
+
+    Raises `ValueError` if no position of them carries weight, or images come to a model without
+    sight.
+    """
+    model, optimizer, config = learner.model, learner.optimizer, learner.config
+    total_weight = sum(float(batch.weights.sum()) for batch in batches)
+    if not total_weight > 0.0:
+        raise ValueError("weights: no position of this step's micro-batches carries weight")
+    optimizer.zero_grad()
+    device = device_of(model)
+    sums = _Sums(loss=torch.zeros((), device=device), mtp_loss=torch.zeros((), device=device))
+    is_measured = learner.num_steps % config.qk_clip_every == 0
+    max_logits: Mapping[str, Tensor] = {}
+    with ExitStack() as stack:
+        if is_measured:
+            max_logits = stack.enter_context(record_max_logits(model))
+        for batch in batches:
+            _accumulate(learner, batch, total_weight, sums)
+    gradients = [
+        parameter.grad for parameter in optimizer.parameters.values() if parameter.grad is not None
+    ]
+    router_norms = _router_grad_norms(learner)
+    grad_norm = float(clip_grad_norm_(gradients, max_norm=config.grad_clip))
+    numbers = {
+        "train/loss": float(sums.loss),
+        "train/grad_norm": grad_norm,
+        "train/lr": lr,
+        "train/tokens": total_weight,
+    }
+    if model.config.num_mtp_layers:
+        numbers["train/mtp_loss"] = float(sums.mtp_loss)
+    learner.num_steps += 1
+    if not (math.isfinite(numbers["train/loss"]) and math.isfinite(grad_norm)):
+        if learner.balancer is not None:
+            learner.balancer.discard()
+        optimizer.zero_grad()
+        return StepResult(numbers=numbers, is_skipped=True)
+    learner.num_tokens += round(total_weight)
+    optimizer.step(lr)
+    numbers |= _clip_heads(learner, max_logits)
+    balances = {} if learner.balancer is None else learner.balancer.update()
+    alarms = [
+        alarm
+        for layer, balance in balances.items()
+        if balance.num_tokens
+        for alarm in router_alarms(layer, balance, router_grad_norm=router_norms[layer])
+    ]
+    numbers |= _router_numbers(balances, router_norms)
+    return StepResult(
+        numbers=numbers,
+        is_skipped=False,
+        balances=balances,
+        max_logits={mixer: logits.tolist() for mixer, logits in max_logits.items()},
+        router_alarms=alarms,
+    )
+
+
+def token_losses(model: Model, output: ModelOutput, targets: Tensor) -> Tensor:
+    """Cross entropy `[T]` fp32 of `targets` under the model's head."""
+    return linear_cross_entropy(
+        output.hidden, model.lm_head.weight, targets, impl=model.config.impl.cross_entropy
+    )
+
+
+def run_model(model: Model, batch: PackedBatch, *, recompute: bool = False) -> ModelOutput:
+    """The forward pass of a batch, its images included, on the model's device."""
+    device = device_of(model)
+    features = None
+    if batch.pixel_values is not None:
+        assert batch.grid_thws is not None
+        pixels = batch.pixel_values.to(device, model.lm_head.weight.dtype)
+        features = model.encode_images(pixels, batch.grid_thws)
+    return model(
+        batch.tokens.to(device),
+        batch.cu_seqlens.to(device),
+        image_features=features,
+        recompute=recompute,
+    )
+
+
+def _accumulate(learner: Learner, batch: PackedBatch, total_weight: float, sums: _Sums) -> None:
+    """Forward and backward of one micro-batch; gradients add up in the parameters."""
+    model, config = learner.model, learner.config
+    device = device_of(model)
+    weights_T, targets_T = batch.weights.to(device), batch.targets.to(device)
+    # a position without weight needs no target, and no logits
+    targets_T = torch.where(weights_T > 0, targets_T, -100)
+    output = run_model(model, batch, recompute=config.recompute)
+    loss = (token_losses(model, output, targets_T) * weights_T).sum() / total_weight
+    sums.loss += loss.detach()
+    scores = list(output.router_scores)
+    if model.config.num_mtp_layers and config.mtp_loss_weight > 0.0:
+        mtp_loss, mtp_scores = _mtp_loss(model, batch, output.mixture, targets_T, weights_T)
+        mtp_loss = mtp_loss / total_weight
+        sums.mtp_loss += mtp_loss.detach()
+        loss = loss + config.mtp_loss_weight * mtp_loss
+        scores += mtp_scores
+    if learner.balancer is not None:
+        # a packed batch has no padding, and placeholders of images are routed like any token;
+        # MTP layers without weight were not run and are not observed
+        for layer, scores_TE in zip(router_layers(model.config), scores, strict=False):
+            learner.balancer.observe(layer, scores_TE, phase="train")
+    loss.backward()
+
+
+def _mtp_loss(
+    model: Model, batch: PackedBatch, mixture_TD: Tensor, targets_T: Tensor, weights_T: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Weighted sum of the losses of all MTP layers, and their router scores."""
+    cu_seqlens = batch.cu_seqlens.to(mixture_TD.device)
+    next_tokens_T = batch.tokens.to(mixture_TD.device)
+    total = mixture_TD.new_zeros((), dtype=torch.float32)
+    scores = []
+    for index in range(model.config.num_mtp_layers):
+        next_tokens_T = shift_left(next_tokens_T, cu_seqlens, fill=0)
+        targets_T = shift_left(targets_T, cu_seqlens, fill=-100)
+        weights_T = shift_left(weights_T, cu_seqlens, fill=0)
+        out = model.predict_next(next_tokens_T, mixture_TD, cu_seqlens, mtp_idx=index)
+        losses_T = linear_cross_entropy(
+            out.hidden, model.lm_head.weight, targets_T, impl=model.config.impl.cross_entropy
+        )
+        total = total + (losses_T * weights_T).sum()
+        mixture_TD = out.mixture
+        if out.router_scores is not None:
+            scores.append(out.router_scores)
+    return total, scores
+
+
+def shift_left(values_T: Tensor, cu_seqlens: Tensor, *, fill: int) -> Tensor:
+    """`values[t + 1]` at `t` within every sequence, `fill` at its last position."""
+    shifted_T = values_T.roll(-1)
+    ends_N = cu_seqlens[1:][cu_seqlens[1:] > cu_seqlens[:-1]].long() - 1
+    shifted_T[ends_N] = fill
+    return shifted_T
+
+
+def _router_grad_norms(learner: Learner) -> dict[str, float]:
+    """Before clipping, from all losses of the step, by MoE layer; one transfer."""
+    layers = [] if learner.balancer is None else list(learner.balancer.biases)
+    grads = [learner.optimizer.parameters[router_parameter(layer)].grad for layer in layers]
+    norms = [torch.zeros(()) if grad is None else grad.float().norm() for grad in grads]
+    if not norms:
+        return {}
+    device = device_of(learner.model)
+    values = torch.stack([norm.to(device) for norm in norms]).tolist()
+    return dict(zip(layers, values, strict=True))
+
+
+def _clip_heads(learner: Learner, max_logits: Mapping[str, Tensor]) -> dict[str, float]:
+    if not max_logits:
+        return {}
+    optimizer = learner.optimizer
+    clips = [
+        qk_clip_(
+            qk_weights(learner.model, optimizer.masters, mixer),
+            logits_H,
+            tau=learner.config.qk_clip_tau,
+        )
+        for mixer, logits_H in max_logits.items()
+    ]
+    num_clipped = int(torch.stack([clip.num_clipped for clip in clips]).sum())
+    if num_clipped:
+        optimizer.publish()
+    largest = torch.stack([logits_H.max() for logits_H in max_logits.values()]).max()
+    return {"attention/max_logit": float(largest), "attention/clipped_heads": float(num_clipped)}
+
+
+def _router_numbers(
+    balances: Mapping[str, LayerBalance], grad_norms: Mapping[str, float]
+) -> dict[str, float]:
+    if not balances:
+        return {}
+    reports = balances.values()
+    return {
+        "router/dead_experts": float(sum(balance.num_dead for balance in reports)),
+        "router/max_vio": max(balance.max_vio for balance in reports),
+        "router/bias_drift": max(balance.bias_drift for balance in reports),
+        "router/min_grad_norm": min(grad_norms.values()),
+    }
