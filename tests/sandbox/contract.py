@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baltoro.sandbox.cgroup import Cgroup
 from baltoro.sandbox.install import default_prefix
 from baltoro.sandbox.machine import MachineDriver, MachineSandbox, Mechanism
 from baltoro.sandbox.protocol import (
@@ -112,6 +113,74 @@ async def bytes_pass_unchanged(driver: MachineDriver, sandbox: MachineSandbox) -
         await sandbox.read("/work")
     with pytest.raises(LimitError, match="max_bytes"):
         await sandbox.read("/work/link", max_bytes=3)
+
+
+async def an_image_without_a_shell_is_named(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """And the sandbox beside it is unharmed."""
+    bare = driver.root.parent / "bare"
+    for name in ("proc", "dev", "tmp", "work", ".agent"):
+        (bare / name).mkdir(parents=True, exist_ok=True)
+    empty = await driver.create(Image(root=bare), LIMITS, Net())
+    with pytest.raises(ImageError, match="lacks it"):
+        await empty.exec(sh("true"))
+    await empty.write("/work/file", b"still a machine")
+    assert await empty.read("/work/file") == b"still a machine"
+    assert (await sandbox.exec(sh("echo fine"))).stdout == b"fine\n"
+    with pytest.raises(ImageError, match="no such folder"):
+        await driver.create(Image(root=bare / "none"), LIMITS, Net())
+
+
+async def attacks_are_denied(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """Each is tried from inside as root; the host and the neighbour must not notice."""
+    neighbour = await driver.create(Image(root=IMAGE), LIMITS, Net())
+    await neighbour.write("/work/secret", b"mine")
+    pid_max = Path("/proc/sys/kernel/pid_max").read_text()
+    denied = {
+        "write /proc/sys": "echo 1 > /proc/sys/kernel/sysrq",
+        "write /proc/sysrq-trigger": "echo h > /proc/sysrq-trigger",
+        "core pattern": "echo '|/bin/sh' > /proc/sys/kernel/core_pattern",
+        "the host's disk": "head -c 1 /dev/vda",
+        "network": "python3 -c 'import socket; socket.create_connection((\"10.0.0.1\", 80), 2)'",
+        "another root": "ls /proc/1/root/work/main",
+        "a neighbour's memory": "cat /proc/4194000/mem",
+    }
+    if driver.name != "qemu":  # inside a machine of its own, root may do this to itself
+        denied["mount"] = "mount -t tmpfs tmpfs /mnt"
+        denied["raw sockets"] = (
+            "python3 -c 'import socket; socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)'"
+        )
+        denied["mknod"] = "mknod /work/disk b 254 0 && head -c 1 /work/disk"
+    if driver.name == "qemu":
+        del denied["write /proc/sys"], denied["write /proc/sysrq-trigger"], denied["core pattern"]
+        del denied["the host's disk"]
+    for what, attack in denied.items():
+        result = await sandbox.exec(sh(attack))
+        assert result.exit_code != 0, f"{what} was allowed: {result}"
+    assert Path("/proc/sys/kernel/pid_max").read_text() == pid_max
+    seen = await sandbox.exec(sh("cat /work/secret; ls /proc | grep -c '^[0-9]'"))
+    assert b"mine" not in seen.stdout
+    num_kernel_threads = 150 if driver.name == "qemu" else 0
+    assert int(seen.stdout) < 20 + num_kernel_threads
+    assert await neighbour.read("/work/secret") == b"mine"
+
+
+async def hogs_are_stopped(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """A fork bomb and a memory hog, in a sandbox of their own; the neighbour goes on."""
+    limits = Limits(memory_bytes=256 << 20, max_processes=64, cpus=0.5)
+    hog = await driver.create(Image(root=IMAGE), limits, Net())
+    bomb = "f() { f | f & }; f; sleep 2; echo survived"
+    with contextlib.suppress(SandboxError):
+        await hog.exec(sh(bomb, timeout_s=5))
+    assert len(Cgroup(hog.id).pids()) <= 64 if driver.name == "criu" else True
+    assert (await sandbox.exec(sh("echo fine", timeout_s=30))).stdout == b"fine\n"
+    await hog.destroy()
+    hog = await driver.create(Image(root=IMAGE), limits, Net())
+    eat = Command(argv=("python3", "-c", "x = b'x' * (1 << 30)"), timeout_s=30)
+    with contextlib.suppress(SandboxError):
+        result = await hog.exec(eat)
+        assert result.exit_code != 0, "a gigabyte fitted into 256 MiB"
+    assert (await sandbox.exec(sh("echo fine", timeout_s=30))).stdout == b"fine\n"
+    await hog.destroy()
 
 
 async def pauses_keep_files(driver: MachineDriver, sandbox: MachineSandbox) -> None:

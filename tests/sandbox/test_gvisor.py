@@ -9,6 +9,9 @@ from baltoro.sandbox.install import default_prefix
 CASES = [
     contract.commands_work,
     contract.bytes_pass_unchanged,
+    contract.an_image_without_a_shell_is_named,
+    contract.attacks_are_denied,
+    contract.hogs_are_stopped,
     contract.pauses_keep_files,
     contract.branches_diverge,
     contract.a_paused_sandbox_forks,

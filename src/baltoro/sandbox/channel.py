@@ -27,7 +27,7 @@ from baltoro.sandbox.protocol import (
 
 HEAD = struct.Struct("<IBI")
 PIECE_BYTES = 60000
-REPLY_TIMEOUT_S = 60.0
+REPLY_TIMEOUT_S = 30.0
 DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -111,12 +111,21 @@ class Channel:
             raise SandboxError(f"the sandbox is gone: {self.lost_reason}")
         return kind, payload
 
+    async def reply(self, queue: asyncio.Queue[Frame]) -> Frame:
+        """What the agent itself answers. `SandboxError` if it does not: its machine is swamped."""
+        try:
+            return await asyncio.wait_for(self.receive(queue), REPLY_TIMEOUT_S)
+        except TimeoutError:
+            raise SandboxError(
+                f"the agent did not answer within {REPLY_TIMEOUT_S} s; destroy the sandbox"
+            ) from None
+
     async def quiet(self) -> None:
         """Make the agent send nothing until `go_on`; on return the stream is empty."""
         process_id = self.new_id()
         queue = self.subscribe(process_id)
         await self.send("Q", process_id)
-        await asyncio.wait_for(self.receive(queue), REPLY_TIMEOUT_S)
+        await self.reply(queue)
         self.forget(process_id)
 
     async def go_on(self) -> None:
@@ -130,7 +139,7 @@ class Channel:
         await self.send(
             "S", process_id, struct.pack("<Q", time.time_ns()) + secrets.token_bytes(64)
         )
-        await asyncio.wait_for(self.receive(queue), REPLY_TIMEOUT_S)
+        await self.reply(queue)
         self.forget(process_id)
 
     async def start(self, command: Command, max_output_bytes: int) -> "AgentProcess":
@@ -304,7 +313,7 @@ class AgentProcess:
         """Kill and drain until the agent confirms, so that nothing runs on after the error."""
         await self.kill()
         while True:
-            kind, _ = await asyncio.wait_for(self._channel.receive(self._queue), REPLY_TIMEOUT_S)
+            kind, _ = await self._channel.reply(self._queue)
             if kind in (ord("Z"), ord("E")):
                 self.exit_code = 137
                 self._channel.forget(self.id)

@@ -61,11 +61,12 @@ def run_command(prefix: Path, driver: str, image: Path | None, argv: Sequence[st
     async def run() -> int:
         with tempfile.TemporaryDirectory(prefix="baltoro-run-") as folder:
             Path(folder).chmod(0o755)
-            store = Store(Path(folder, "store"), STORE_BYTES, is_durable=False)
             makers = machine_drivers(prefix, Path(folder))
             if driver not in makers:
                 raise ValueError(f"driver={driver!r}: choose from {', '.join(makers)}")
-            machines = MachineDriver(makers[driver](), Path(folder, "boxes"), store)
+            mechanism = makers[driver]()
+            store = Store(Path(folder, "store"), STORE_BYTES, is_durable=False)
+            machines = MachineDriver(mechanism, Path(folder, "boxes"), store)
             try:
                 root = Image(root=image or prefix / "image/root")
                 sandbox = await machines.create(root, Limits(), Net())

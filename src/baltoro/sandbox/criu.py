@@ -26,6 +26,7 @@ from pathlib import Path
 
 from baltoro.sandbox.cgroup import Cgroup
 from baltoro.sandbox.channel import Channel, open_pipes
+from baltoro.sandbox.host import log_tail, run_output
 from baltoro.sandbox.install import find_tool
 from baltoro.sandbox.manifest import Manifest
 from baltoro.sandbox.protocol import (
@@ -149,7 +150,7 @@ class Criu:
 
     async def version(self) -> str:
         if self._version is None:
-            out = await _output([*self._criu, "--version"])
+            out = await run_output([*self._criu, "--version"])
             version = out.split("Version:")[-1].split()[0]
             if tuple(int(part) for part in version.split(".")[:2]) < MIN_VERSION:
                 raise DriverUnavailableError(
@@ -162,7 +163,9 @@ class Criu:
     async def boot(self, sandbox_id: str, home: Path, image: Image, limits: Limits) -> CriuMachine:
         await self.version()
         _make_upper(home)
-        pid = await self._make_cell(sandbox_id, home, [image.root], limits, last_pid=0)
+        group = Cgroup(sandbox_id)
+        group.open(limits, has_inner=True)
+        pid = await self._make_cell(group, home, [image.root], last_pid=0)
         channel = await _connect(pid, first_id=1)
         try:
             await channel.hello(BOOT_TIMEOUT_S)
@@ -181,10 +184,12 @@ class Criu:
         lowers = [*reversed(layers), Path(manifest.image_root)]
         last_pid = int(manifest.notes["last_pid"]) + 100
         (home / "criu").mkdir()
-        lazy = await self._start_lazy(memory, home / "criu") if self._is_lazy else None
+        group = Cgroup(sandbox_id)
+        group.open(manifest.limits, has_inner=True)
+        lazy = await self._start_lazy(group, memory, home / "criu") if self._is_lazy else None
         try:
-            pid = await self._make_cell(sandbox_id, home, lowers, manifest.limits, last_pid)
-            await self._restore(sandbox_id, pid, home, memory, lazy)
+            pid = await self._make_cell(group, home, lowers, last_pid)
+            await self._restore(group, pid, home, memory, lazy)
         except SandboxError:
             if lazy is not None:
                 lazy.kill()
@@ -210,7 +215,7 @@ class Criu:
 
     async def _restore(
         self,
-        sandbox_id: str,
+        group: Cgroup,
         pid: int,
         home: Path,
         memory: Path,
@@ -221,12 +226,15 @@ class Criu:
         if lazy is not None:
             words.append("--lazy-pages")
             await _await_lazy(lazy, home / "criu")
-        group = Cgroup(sandbox_id)
-        group.has_inner = True
         await self._enter(pid, words, memory, home / "criu", group=group)
 
-    async def _start_lazy(self, memory: Path, work: Path) -> asyncio.subprocess.Process:
-        """Start what hands out pages on first touch; it ends when all are there."""
+    async def _start_lazy(
+        self, group: Cgroup, memory: Path, work: Path
+    ) -> asyncio.subprocess.Process:
+        """Start what hands out pages on first touch; it ends when all are there.
+
+        It is in the sandbox's control group, outside the part that freezes, to end with it.
+        """
         opened = [os.open(path, os.O_RDONLY) for path in (memory, work)]
         images, logs = (f"/proc/self/fd/{fd}" for fd in opened)
         script = 'mount -t tmpfs tmpfs /run && cp "$0" /run/criu.kdat && exec "$@"'
@@ -235,7 +243,7 @@ class Criu:
         command += ["--status-fd=1", "--verbosity=1", "--log-file=lazy.log"]
         try:
             return await asyncio.create_subprocess_exec(
-                *command,
+                *group.entering(command),
                 pass_fds=opened,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -284,26 +292,17 @@ class Criu:
             await process.wait()
             raise SnapshotError(f"criu {words[0]}: no end within {CALL_TIMEOUT_S} s") from None
         if code != 0:
-            raise SnapshotError(f"criu {words[0]} failed ({code}): {_tail(work / 'criu.log')}")
+            raise SnapshotError(f"criu {words[0]} failed ({code}): {log_tail(work / 'criu.log')}")
         (work / "criu.log").unlink(missing_ok=True)
 
-    async def _make_cell(
-        self,
-        sandbox_id: str,
-        home: Path,
-        lowers: list[Path],
-        limits: Limits,
-        last_pid: int,
-    ) -> int:
+    async def _make_cell(self, group: Cgroup, home: Path, lowers: list[Path], last_pid: int) -> int:
         """Namespaces and root, with an agent if `last_pid` is 0; returns the pid of process 1."""
-        group = Cgroup(sandbox_id)
-        group.open(limits, has_inner=True)
         (home / "work").mkdir()
         (home / "root").mkdir()
         command = [self._cell, ":".join(map(str, lowers)), str(home / "upper"), str(home / "work")]
         command += [str(home / "root"), self._agent, str(group.freezer / "cgroup.procs")]
         command += [str(last_pid), str(await self._kernel_data())]
-        return int(await _output(group.entering(command)))
+        return int(await run_output(group.entering(command)))
 
     async def _kernel_data(self) -> Path:
         """What CRIU finds out about the kernel, kept: it would probe anew on every call.
@@ -313,7 +312,7 @@ class Criu:
         if self._kdat is None:
             target = self._prefix / "criu.kdat"
             script = f'mount -t tmpfs tmpfs /run && "$@" && cp /run/criu.kdat {target}.new'
-            await _output(["unshare", "-m", "sh", "-c", script, "sh", *self._criu, "check"])
+            await run_output(["unshare", "-m", "sh", "-c", script, "sh", *self._criu, "check"])
             Path(f"{target}.new").rename(target)
             self._kdat = target
         return self._kdat
@@ -342,7 +341,7 @@ async def _await_lazy(lazy: asyncio.subprocess.Process, work: Path) -> None:
     """Wait until the page server listens: it writes one byte."""
     assert lazy.stdout is not None
     if not await asyncio.wait_for(lazy.stdout.read(1), CALL_TIMEOUT_S):
-        raise SnapshotError(f"criu lazy-pages: {_tail(work / 'lazy.log')}")
+        raise SnapshotError(f"criu lazy-pages: {log_tail(work / 'lazy.log')}")
 
 
 def _make_upper(home: Path) -> None:
@@ -376,19 +375,3 @@ def _last_pid(group: Cgroup) -> int:
                     if line.startswith(("NSpid:", "NSpgid:", "NSsid:")):
                         highest = max(highest, int(line.split()[-1]))
     return highest
-
-
-def _tail(path: Path) -> str:
-    if not path.exists():
-        return "no log"
-    return path.read_text(errors="replace").strip()[-400:] or "an empty log"
-
-
-async def _output(command: list[str]) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await process.communicate()
-    if process.returncode != 0:
-        raise SandboxError(f"{err.decode(errors='replace').strip()[-300:] or command[-1]}")
-    return out.decode()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from baltoro.sandbox.cgroup import Cgroup
 from baltoro.sandbox.channel import Channel, open_pipes
-from baltoro.sandbox.hostpid import kill_named
+from baltoro.sandbox.host import kill_named, log_tail, run_output
 from baltoro.sandbox.install import find_tool
 from baltoro.sandbox.manifest import Manifest
 from baltoro.sandbox.protocol import (
@@ -103,13 +103,8 @@ class Gvisor:
 
     async def version(self) -> str:
         if self._version is None:
-            process = await asyncio.create_subprocess_exec(
-                *self._runsc, "--version", stdout=asyncio.subprocess.PIPE
-            )
-            out, _ = await process.communicate()
-            if process.returncode != 0:
-                raise DriverUnavailableError(f"gvisor: {self._runsc[0]} --version failed")
-            self._version = out.decode().split("\n")[0].removeprefix("runsc version ")
+            out = await run_output([*self._runsc, "--version"])
+            self._version = out.split("\n")[0].removeprefix("runsc version ")
         return self._version
 
     async def boot(
@@ -121,7 +116,7 @@ class Gvisor:
             await channel.hello(BOOT_TIMEOUT_S)
         except SandboxError as error:
             await channel.close()
-            raise ImageError(f"{error}; runsc said: {_tail(home / 'runsc.log')}") from error
+            raise ImageError(f"{error}; runsc said: {log_tail(home / 'runsc.log')}") from error
         return GvisorMachine(self, sandbox_id, home, channel)
 
     async def revive(
@@ -184,7 +179,7 @@ class Gvisor:
         channel = Channel(await open_pipes(host_in, host_out), first_id)
         if await process.wait() != 0:
             await channel.close()
-            raise SandboxError(f"runsc {words[0]} failed: {_tail(home / 'runsc.log')}")
+            raise SandboxError(f"runsc {words[0]} failed: {log_tail(home / 'runsc.log')}")
         return channel
 
     async def _entering(self) -> list[str]:
@@ -216,6 +211,11 @@ class Gvisor:
         return [*flags, "--platform=systrap", "--overlay2=root:memory"]
 
     def _write_bundle(self, home: Path, image: Image) -> None:
+        if not (image.root / ".agent").is_dir():
+            raise ImageError(
+                f"image {image.root}: has no folder .agent, where the agent is mounted; make an"
+                f" empty one: mkdir {image.root}/.agent"
+            )
         (home / "state").mkdir()
         mounts = [_mount("/proc", "proc"), _mount("/dev", "tmpfs"), _mount("/sys", "sysfs")]
         # An ordinary user does not own the image's folders: what must be writable is a tmpfs.
@@ -248,7 +248,3 @@ class Gvisor:
 
 def _mount(path: str, kind: str) -> dict[str, object]:
     return {"destination": path, "type": kind, "source": kind}
-
-
-def _tail(path: Path) -> str:
-    return path.read_text(errors="replace").strip()[-300:] or "nothing"

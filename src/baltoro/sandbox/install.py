@@ -264,7 +264,7 @@ def _finish_image(root: Path) -> None:
     (root / "etc/resolv.conf").touch()
     # Else every sandbox compiles Python's own modules again; `unshare` serves root and others.
     _run(["unshare", "-r", "chroot", str(root), "python3", "-m", "compileall", "-q", "/usr/lib"])
-    for folder in ("dev", "proc", "sys", "run", "tmp", "work"):
+    for folder in ("dev", "proc", "sys", "run", "tmp", "work", ".agent"):
         (root / folder).mkdir(exist_ok=True)
     (root / "tmp").chmod(0o1777)
     (root / "root").chmod(0o755)

@@ -10,7 +10,8 @@ Stops: everything the guest does stays in the guest; it has no network device, n
 and a fixed amount of memory, disk and one processor. Does NOT stop: faults of the emulator
 itself, which runs with the caller's rights; covert channels of shared host pages. Emulation costs
 about seven times the CPU of the host: right for editing and small tests, not for builds.
-`Limits.cpus` above 1 and `max_processes` are the guest kernel's own affair.
+There is one
+processor whatever `Limits.cpus` says, and at least 220 processes are allowed.
 
 The machine is `pc`: `microvm` hangs at times under emulation. A watchdog restarts a boot that
 hangs.
@@ -27,7 +28,7 @@ from pathlib import Path
 from baltoro.sandbox.channel import Channel, Stream
 from baltoro.sandbox.delta import apply_delta, write_delta
 from baltoro.sandbox.guest_disk import image_key, make_disk, make_initramfs
-from baltoro.sandbox.hostpid import kill_named
+from baltoro.sandbox.host import kill_named, log_tail, run_output
 from baltoro.sandbox.install import find_kernel, find_tool
 from baltoro.sandbox.manifest import Manifest
 from baltoro.sandbox.protocol import (
@@ -46,6 +47,8 @@ from baltoro.sandbox.store import Draft
 BOOT_TIMEOUT_S = 60.0
 BOOT_TRIES = 2
 TEMPLATE_NEXT_ID = 100
+KERNEL_PIDS = 80  # of the guest kernel's own threads
+MIN_PIDS = 301  # Linux refuses a lower pid_max
 SAVE_TIMEOUT_S = 60.0
 STREAM_BYTES = 4 * MIB
 KERNEL_PARAMETERS = "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on tsc=reliable"
@@ -200,7 +203,7 @@ class QemuMachine:
             if status == wanted:
                 return
             if status == "failed" or asyncio.get_running_loop().time() > deadline:
-                raise SnapshotError(f"qemu {what}: {status}; {_tail(self._home / 'qemu.log')}")
+                raise SnapshotError(f"qemu {what}: {status}; {log_tail(self._home / 'qemu.log')}")
             await asyncio.sleep(0.001)
 
     async def _connect(self, path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -213,7 +216,7 @@ class QemuMachine:
                 break
             await asyncio.sleep(0.001)
         raise DriverUnavailableError(
-            f"qemu did not open {path.name}: {_tail(self._home / 'qemu.log')}"
+            f"qemu did not open {path.name}: {log_tail(self._home / 'qemu.log')}"
         )
 
     def _control(self) -> Qmp:
@@ -258,13 +261,8 @@ class Qemu:
 
     async def version(self) -> str:
         if self._version is None:
-            process = await asyncio.create_subprocess_exec(
-                *self._qemu, "--version", stdout=asyncio.subprocess.PIPE
-            )
-            out, _ = await process.communicate()
-            if process.returncode != 0:
-                raise DriverUnavailableError("qemu: --version failed")
-            self._version = out.decode().split("version ")[1].split()[0]
+            out = await run_output([*self._qemu, "--version"])
+            self._version = out.split("version ")[1].split()[0]
         return self._version
 
     async def boot(self, sandbox_id: str, home: Path, image: Image, limits: Limits) -> QemuMachine:
@@ -316,7 +314,7 @@ class Qemu:
                 await machine.end()
                 if attempt == BOOT_TRIES - 1:
                     raise ImageError(
-                        f"the machine did not boot: {error}; {_tail(home / 'console')}"
+                        f"the machine did not boot: {error}; {log_tail(home / 'console')}"
                     ) from error
         raise AssertionError("unreachable")
 
@@ -366,6 +364,7 @@ class Qemu:
         disk = make_disk(self._prefix, image, self._cache)
         initramfs = make_initramfs(self._prefix, self._cache)
         append = f"{KERNEL_PARAMETERS} disk_bytes={min(limits.disk_bytes, size // 2)}"
+        append += f" max_pids={max(MIN_PIDS, limits.max_processes + KERNEL_PIDS)}"
         data = Path(self._prefix, "qemu/usr/share")
         words = {
             "-name": sandbox_id,
@@ -404,9 +403,3 @@ def _ram_bytes(limits: Limits) -> int:
 async def _ignore_shared(qmp: Qmp) -> None:
     state = [{"capability": "x-ignore-shared", "state": True}]
     await qmp.run("migrate-set-capabilities", capabilities=state)
-
-
-def _tail(path: Path) -> str:
-    if not path.exists():
-        return f"no {path.name}"
-    return path.read_text(errors="replace").strip()[-400:] or f"{path.name} is empty"

@@ -14,6 +14,7 @@ counts are derived from the manifests, never stored, so they cannot drift. Snaps
 leave in order of last use when the quota is reached.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -29,6 +30,8 @@ from baltoro.sandbox.chunks import Chunks, sync_path
 from baltoro.sandbox.manifest import Manifest, MemoryFile, host_fingerprint, parse_manifest
 from baltoro.sandbox.protocol import Binding, LimitError, Limits, SnapshotError
 from baltoro.sandbox.tree import tree_bytes
+
+REMOVE_TRIES = 500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,7 +278,7 @@ class Store:
             if path.name in self._drafts:
                 continue
             if path.name not in self._manifests and path.name not in layers:
-                shutil.rmtree(path)
+                _remove_tree(path)
                 lines.append(f"payload {path.name}: no manifest")
                 continue
             for half in ("memory", "memory.work"):
@@ -335,6 +338,18 @@ class Store:
 
     def _manifest_path(self, snapshot_id: str) -> Path:
         return self.root / "manifests" / f"{snapshot_id}.json"
+
+
+def _remove_tree(root: Path) -> None:
+    """Remove a folder into which the dump of a dead owner may still be writing."""
+    for _ in range(REMOVE_TRIES):
+        try:
+            return shutil.rmtree(root)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+            time.sleep(0.01)
+    raise SnapshotError(f"{root}: does not become empty; another process writes into it")
 
 
 def _sync_tree(root: Path) -> None:

@@ -2,7 +2,7 @@
  * becomes the agent on the virtio port. Lives in the initramfs with `agent` and `modules/`.
  *
  * Everything the guest writes is in its memory, so a memory snapshot holds its files too. Kernel
- * parameter `disk_bytes=N` bounds the writable layer.
+ * parameters: `disk_bytes=N` bounds the writable layer, `max_pids=N` the processes.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -65,16 +65,23 @@ static void loopback_up(void) {
     close(fd);
 }
 
-static void writable_layer_options(char *options, size_t size) {
+static unsigned long long parameter(const char *name) {
     char line[4096] = "";
     int fd = open("/proc/cmdline", O_RDONLY | O_CLOEXEC);
     must(fd, "cmdline");
     ssize_t n = read(fd, line, sizeof line - 1);
     must((int)n, "cmdline");
     close(fd);
-    char *at = strstr(line, "disk_bytes=");
-    if (!at) fail("no disk_bytes in the kernel's parameters");
-    snprintf(options, size, "mode=755,size=%llu", strtoull(at + 11, NULL, 10));
+    char *at = strstr(line, name);
+    if (!at) fail(name);
+    return strtoull(at + strlen(name), NULL, 10);
+}
+
+static void bound_processes(void) {
+    int fd = open("/proc/sys/kernel/pid_max", O_WRONLY | O_CLOEXEC);
+    must(fd, "pid_max");
+    must(dprintf(fd, "%llu", parameter("max_pids=")), "pid_max");
+    close(fd);
 }
 
 int main(void) {
@@ -83,7 +90,8 @@ int main(void) {
     int console = open("/dev/console", O_RDWR);
     for (int fd = 0; fd < 3 && console >= 0; fd++) dup2(console, fd);
     must(mount("proc", "/proc", "proc", 0, NULL), "proc");
-    writable_layer_options(options, sizeof options);
+    snprintf(options, sizeof options, "mode=755,size=%llu", parameter("disk_bytes="));
+    bound_processes();
     load_modules();
     await_path("/dev/vda");
     must(mount("/dev/vda", "/lower", "squashfs", MS_RDONLY, NULL), "mount the image");

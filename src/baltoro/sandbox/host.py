@@ -1,0 +1,54 @@
+"""Programs of the host that drivers start: run to the end, read their last words, kill by name."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from baltoro.sandbox.protocol import SandboxError
+
+TAIL_CHARACTERS = 400
+
+
+async def kill_named(pid_file: Path, name: str) -> None:
+    """Kill the process in `pid_file` if `name` is in its command line, and wait for its end.
+
+    A pid is reused in time: one whose command line does not carry the sandbox's name is left alone.
+    """
+    try:
+        pid = int(pid_file.read_text())
+    except (FileNotFoundError, ValueError):  # never started
+        return
+    for _ in range(5000):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if name.encode() not in words:  # gone, a zombie, or somebody else
+                return
+            os.kill(pid, signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            return
+        await asyncio.sleep(0.002)
+    raise SandboxError(f"process {pid} of sandbox {name} does not die")
+
+
+async def run_output(command: Sequence[str]) -> str:
+    """Run a program to its end; returns what it printed. `SandboxError` with its last words."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    if process.returncode != 0:
+        words = err.decode(errors="replace").strip()[-TAIL_CHARACTERS:]
+        raise SandboxError(f"{words or command[0]} (exit {process.returncode})")
+    return out.decode()
+
+
+def log_tail(path: Path) -> str:
+    """The end of a program's log, for an error message."""
+    if not path.exists():
+        return f"no {path.name}"
+    return path.read_text(errors="replace").strip()[-TAIL_CHARACTERS:] or f"{path.name} is empty"

@@ -1,0 +1,68 @@
+"""The self-test and the command line, with the drivers that need nothing."""
+
+import asyncio
+import json
+
+import pytest
+
+from baltoro.sandbox.cli import describe, main
+from baltoro.sandbox.kvm import probe_kvm
+from baltoro.sandbox.protocol import Capabilities
+from baltoro.sandbox.selftest import selftest
+
+
+def test_the_process_driver_keeps_files_and_says_so(tmp_path):
+    (result,) = asyncio.run(selftest(tmp_path, ["process"]))
+    assert result.is_available
+    assert result.isolation == "none"
+    assert not result.has_memory_snapshot
+    assert {"create", "exec", "snapshot_live", "restore"} <= set(result.latency_ms)
+
+
+def test_a_driver_without_its_tools_is_reported_with_the_remedy(tmp_path):
+    results = asyncio.run(selftest(tmp_path, ["gvisor", "criu", "qemu"]))
+    for result in results:
+        assert not result.is_available
+        assert "baltoro sandbox install" in result.reason or "needs root" in result.reason
+
+
+def test_an_unknown_driver_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="driver='docker'"):
+        asyncio.run(selftest(tmp_path, ["docker"]))
+
+
+def test_the_verb_fails_when_nothing_keeps_memory(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    code = main(["--prefix", str(tmp_path), "selftest", "process", "gvisor", "--json", str(out)])
+    printed = capsys.readouterr()
+    assert code == 1
+    assert "no driver keeps memory" in printed.err
+    assert "gvisor: cannot run here" in printed.out
+    assert [item["driver"] for item in json.loads(out.read_text())] == ["process", "gvisor"]
+
+
+def test_bad_input_is_one_line_not_a_traceback(tmp_path, capsys):
+    assert main(["--prefix", str(tmp_path), "run", "--driver", "docker", "true"]) == 1
+    assert "driver='docker'" in capsys.readouterr().err
+    assert main(["--prefix", str(tmp_path), "install", "docker"]) == 1
+    assert "tools='docker'" in capsys.readouterr().err
+
+
+def test_a_description_names_what_a_driver_can_do():
+    text = describe(
+        Capabilities(
+            driver="x",
+            isolation="namespaces",
+            is_available=True,
+            has_memory_snapshot=True,
+            has_fork=True,
+            latency_ms={"fork": 12.5},
+        )
+    )
+    assert text == "x (isolation: namespaces): memory snapshot, fork\n    ms: fork 12.5"
+
+
+def test_the_kvm_probe_gives_a_verdict_and_its_reason():
+    is_real, reason = probe_kvm()
+    assert reason.startswith("kvm: ")
+    assert is_real == ("takes" in reason and "emulated" not in reason)

@@ -1,0 +1,102 @@
+"""Folders of sandboxes: confined opening, sealed copies, merged layers."""
+
+import os
+import stat
+
+import pytest
+
+from baltoro.sandbox.tree import OPAQUE, is_whiteout, merge_layers, open_inside, seal_tree
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="devices and trusted xattrs need root")
+
+
+def test_absolute_links_are_taken_from_the_root_they_are_in(tmp_path):
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text("inside")
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    fd = open_inside(tmp_path, "/link", os.O_RDONLY)
+    assert os.read(fd, 100) == b"inside"
+    os.close(fd)
+
+
+def test_a_loop_of_links_ends(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_inside(tmp_path, "a", os.O_RDONLY)
+
+
+@pytest.mark.parametrize("path", ["", "/", "..", "folder/", "folder/.."])
+def test_a_folder_is_not_a_file(tmp_path, path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        open_inside(tmp_path, path, os.O_RDONLY)
+
+
+def test_a_sealed_copy_keeps_modes_times_and_links(tmp_path):
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep/file").write_text("text")
+    (source / "deep/file").chmod(0o640)
+    os.utime(source / "deep/file", ns=(1, 2))
+    (source / "link").symlink_to("deep/file")
+    sealed = seal_tree(source, tmp_path / "copy")
+    copy = (tmp_path / "copy/deep/file").stat()
+    assert (stat.S_IMODE(copy.st_mode), copy.st_mtime_ns) == (0o640, 2)
+    assert os.readlink(tmp_path / "copy/link") == "deep/file"
+    assert sealed.copied_bytes == 4
+
+
+def test_only_what_changed_is_copied_again(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "same").write_text("same")
+    (source / "changes").write_text("first")
+    first = seal_tree(source, tmp_path / "one")
+    before = (source / "changes").stat()
+    (source / "changes").write_text("other")
+    # A program can set the time of modification back; it cannot set the time of change.
+    os.utime(source / "changes", ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = seal_tree(source, tmp_path / "two", first)
+    assert second.copied_bytes == 5
+    assert (tmp_path / "two/changes").read_text() == "other"
+    assert (tmp_path / "one/changes").read_text() == "first"
+    assert (tmp_path / "two/same").stat().st_ino == (tmp_path / "one/same").stat().st_ino
+
+
+def test_an_evicted_earlier_copy_is_copied_anew(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "file").write_text("text")
+    first = seal_tree(source, tmp_path / "one")
+    (tmp_path / "one/file").unlink()
+    second = seal_tree(source, tmp_path / "two", first)
+    assert (tmp_path / "two/file").read_text() == "text"
+    assert second.copied_bytes == 4
+
+
+@needs_root
+def test_merging_shows_what_the_stack_shows(tmp_path):
+    low, high = tmp_path / "low", tmp_path / "high"
+    for name in ("kept", "deleted", "replaced", "was_folder/inner", "opaque/old", "mixed/low"):
+        (low / name).parent.mkdir(parents=True, exist_ok=True)
+        (low / name).write_text("low")
+    for name in ("opaque", "mixed"):
+        (high / name).mkdir(parents=True)
+    os.setxattr(high / "opaque", OPAQUE, b"y")
+    for name in ("replaced", "was_folder", "opaque/new", "mixed/high"):
+        (high / name).write_text("high")
+    os.mknod(high / "deleted", stat.S_IFCHR, os.makedev(0, 0))
+    merge_layers([low, high], tmp_path / "merged")
+    merged = tmp_path / "merged"
+    assert is_whiteout(os.lstat(merged / "deleted"))  # it may still hide a file of the image
+    texts = {str(p.relative_to(merged)): p.read_text() for p in merged.rglob("*") if p.is_file()}
+    assert texts == {
+        "kept": "low",
+        "replaced": "high",
+        "was_folder": "high",
+        "opaque/new": "high",
+        "mixed/low": "low",
+        "mixed/high": "high",
+    }
+    assert OPAQUE in os.listxattr(merged / "opaque")
