@@ -18,6 +18,7 @@ from checkpoint.cases import (
     tensors,
 )
 from model.tiny import tiny_k3
+from safetensors.torch import load_file
 from torch import Tensor
 
 import baltoro
@@ -178,7 +179,7 @@ def test_options_outside_the_choice_are_refused(option: dict[str, object], words
 
 
 def test_without_text_files_there_is_no_tokenizer() -> None:
-    model = baltoro.load(GOLDEN / "k3-vision-mini")
+    model = baltoro.load(GOLDEN / "k3-mini")
     assert model.tokenizer is None and model.processor is None
 
 
@@ -192,6 +193,17 @@ def with_tokenizer(path: Path) -> None:
             held[name] = torch.cat([held[name], torch.zeros(16, 64)])
 
     edit_tensors(path, grow)
+
+
+def test_pictures_can_be_processed_without_a_tokenizer() -> None:
+    model = baltoro.load(GOLDEN / "k3-vision-mini")
+    golden = load_file(GOLDEN / "k3-vision-mini" / "golden.safetensors")
+    pictures = [golden["image_0"].numpy(), golden["image_1"].numpy()]
+    pixel_values, _ = model.processor.images.process(pictures)
+    assert torch.equal(torch.from_numpy(pixel_values), golden["pixel_values"][:40])
+    assert model.tokenizer is None
+    with pytest.raises(ValueError, match="tokenizer: this checkpoint has none"):
+        model.processor.prompt([{"role": "user", "content": "Hi"}])
 
 
 def test_tokenizer_and_processor_come_with_the_model(tmp_path: Path) -> None:

@@ -62,8 +62,9 @@ def load(
     inference. `impl` names the implementation of every operator.
 
     Sets `model.config`, `model.release`, and from the files beside the tensors `model.tokenizer`
-    and `model.processor` (a `text.processor.Processor`); both are None if there is no tokenizer, or
-    if it is Kimi Linear's, whose special tokens mean other things.
+    and `model.processor` (a `text.processor.Processor` for text, pictures or both). They are None
+    where the files are absent; so is a tokenizer of Kimi Linear's, whose special tokens mean other
+    things.
 
     Raises `FileNotFoundError` if there is no such directory, `ValueError` if it is not a whole
     checkpoint, its configuration cannot be honoured, or tensors are missing, unused or misshapen
@@ -94,7 +95,8 @@ def load(
         layout = layout.with_formats(dtype=code, experts=kept)
     model.release = release_record(directory, layout, scale_hints=hints)
     model.processor = processor
-    model.tokenizer = None if processor is None else processor.tokenizer
+    if processor is not None and processor.has_tokenizer:
+        model.tokenizer = processor.tokenizer
     return model.eval()
 
 
@@ -154,11 +156,11 @@ def _processor(
 ) -> Processor | None:
     """Tokenizer and image processor from the files beside the tensors."""
     path = directory.path
-    if not any((path / name).is_file() for name in (RANKS_FILE, TOKENIZER_FILE)):
-        return None
-    if not layout.wrapped and OPEN not in directory.text_of("tokenizer_config.json"):
-        return None  # Kimi Linear's own: the same ids with other meanings, so not one of ours
-    images = None
+    tokenizer = images = None
+    has_tokenizer = any((path / name).is_file() for name in (RANKS_FILE, TOKENIZER_FILE))
+    # Kimi Linear's own gives the same ids other meanings, so it is not one of ours
+    if has_tokenizer and (layout.wrapped or OPEN in directory.text_of("tokenizer_config.json")):
+        tokenizer = load_tokenizer(path)
     if config.vision is not None and (path / PREPROCESSOR_FILE).is_file():
         images = ImageProcessor.load(path)
         vision, found = config.vision, images.config
@@ -168,7 +170,9 @@ def _processor(
                 f"{path / PREPROCESSOR_FILE}: patch and merge sizes are not the {expected} of "
                 "vision_config; they belong to different models"
             )
-    return Processor(load_tokenizer(path), images)
+    if tokenizer is None and images is None:
+        return None
+    return Processor(tokenizer, images)
 
 
 def _widest_held(layout: Layout) -> torch.dtype:

@@ -217,7 +217,7 @@ def load_for_text(
         device=checked_device(device),
         experts=experts,
     )
-    if model.processor is None:
+    if model.tokenizer is None:
         raise ValueError(
             f"{checkpoint}: no K3 tokenizer beside the weights (tokenizer.json or tiktoken.model); "
             "copy the tokenizer files into the directory"

@@ -25,11 +25,22 @@ class Prompt:
 
 
 class Processor:
-    """A tokenizer and, for models that see, an image processor."""
+    """A tokenizer and, for models that see, an image processor; one of them may be absent."""
 
-    def __init__(self, tokenizer: Tokenizer, images: ImageProcessor | None = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer | None, images: ImageProcessor | None = None) -> None:
+        self._tokenizer = tokenizer
         self.images = images
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; `ValueError` if the checkpoint came without one."""
+        if self._tokenizer is None:
+            raise ValueError("tokenizer: this checkpoint has none; only pictures can be processed")
+        return self._tokenizer
 
     @classmethod
     def load(cls, directory: Path | str) -> "Processor":
