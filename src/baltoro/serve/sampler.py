@@ -1,29 +1,9 @@
 """From logits to token ids: temperature, top-k, top-p, min-p, with log-probabilities."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sampling:
-    """How the next token is drawn."""
-
-    temperature: float = 1.0  # 0: the likeliest token, lowest id on a tie
-    top_k: int | None = None  # keep this many tokens; None: all
-    top_p: float = 1.0  # keep the smallest set of this probability
-    min_p: float = 0.0  # drop tokens below this share of the likeliest one's probability
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: must be 0 or a positive number")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1, or absent")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
+from baltoro.serve.sampling import Sampling
 
 
 def sample(

@@ -1,0 +1,279 @@
+"""Which sequences run in the next step, and how far. Plain Python, no tensors.
+
+One budget of tokens per step. Every decoding sequence gets its token first; what is left is split
+among the prefills, so that a short prompt never waits for a long one to end. Order is by priority
+and arrival: `ageing_s` seconds of waiting make up for one level, and a preempted sequence keeps its
+place. A sequence is let in with pages for its whole prompt. One that does not fit may be passed by
+`max_skips` later ones; then the room that others give back is kept for it.
+"""
+
+from bisect import insort
+from dataclasses import dataclass
+
+from baltoro.serve.cache import PrefixCache
+from baltoro.serve.pages import PageOps
+from baltoro.serve.prefix import num_common
+from baltoro.serve.request import Sequence
+
+MAX_TRIES = 32  # waiting sequences looked at in one step
+
+
+class Overloaded(RuntimeError):
+    """The queue is full; `queued_tokens` are waiting."""
+
+    def __init__(self, message: str, queued_tokens: int) -> None:
+        super().__init__(message)
+        self.queued_tokens = queued_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and of the queue."""
+
+    max_running: int = 16
+    max_step_tokens: int = 2048
+    max_queued: int = 4096  # requests
+    max_queued_tokens: int = 4_000_000  # their budgets together
+    ageing_s: float = 10.0
+    max_skips: int = 16
+    long_tokens: int = 65536  # a request with a larger budget is long
+    max_long_running: int | None = None  # None: half of `max_running`, at least one
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_queued", "max_queued_tokens", "long_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.max_step_tokens <= self.max_running:
+            raise ValueError(
+                f"max_step_tokens={self.max_step_tokens}: must be above max_running="
+                f"{self.max_running}, so that prefills go on while all others decode"
+            )
+        if not self.ageing_s > 0.0:
+            raise ValueError(f"ageing_s={self.ageing_s}: must be positive")
+        if self.max_skips < 0:
+            raise ValueError(f"max_skips={self.max_skips}: must not be negative")
+        if self.max_long_running is not None and self.max_long_running < 1:
+            raise ValueError(f"max_long_running={self.max_long_running}: must be at least 1")
+
+    @property
+    def num_long_places(self) -> int:
+        """How many long requests may run at once."""
+        return self.max_long_running or max(1, self.max_running // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Tokens `start` to `stop` of one sequence, to be computed in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the last token's logits give the next token."""
+        return self.stop == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step does."""
+
+    decodes: tuple[Work, ...]  # one token each
+    prefills: tuple[Work, ...]
+    ops: PageOps
+
+    @property
+    def works(self) -> tuple[Work, ...]:
+        return self.decodes + self.prefills
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(work.stop - work.start for work in self.works)
+
+
+class Scheduler:
+    """The waiting and the running sequences, best first."""
+
+    def __init__(self, config: SchedulerConfig, cache: PrefixCache) -> None:
+        self.config = config
+        self.cache = cache
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.queued_tokens = 0  # budgets of the waiting ones
+        self.num_preemptions = 0
+        self._serial: dict[Sequence, int] = {}
+        self._num_submitted = 0
+
+    def check(self, num_tokens: int) -> None:
+        """Raise `ValueError` if a sequence of so many tokens would not fit into the empty pool."""
+        config = self.cache.config
+        need = config.num_kv_pages(num_tokens) + config.num_state_groups
+        if need > config.num_pages:
+            raise ValueError(
+                f"prompt: with its new tokens it needs {need} pages and the pool has "
+                f"{config.num_pages}; shorten it, lower max_tokens or serve with more pages"
+            )
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises `Overloaded` when the queue is full, `ValueError` as `check`."""
+        request = sequence.request
+        self.check(len(request.prompt_ids) + request.max_new_tokens)
+        if len(self.waiting) >= self.config.max_queued:
+            raise Overloaded(f"{len(self.waiting)} requests are waiting", self.queued_tokens)
+        if self.waiting and self.queued_tokens + request.budget > self.config.max_queued_tokens:
+            raise Overloaded(f"{self.queued_tokens} tokens are waiting", self.queued_tokens)
+        sequence.extend_chain(self.cache.config.hash_block)
+        self._serial[sequence] = self._num_submitted
+        self._num_submitted += 1
+        self._wait(sequence)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None if there is nothing to do. Every running sequence goes on."""
+        self._yield_place()
+        decodes = self._plan_decodes()
+        budget = self.config.max_step_tokens - len(decodes)
+        self._admit(budget)
+        prefills = self._plan_prefills(decodes, budget)
+        works = (*decodes, *prefills)
+        if not works:
+            assert not self.running and not self.waiting, "sequences wait and nothing runs"
+            return None
+        for work in works:
+            sequence = work.sequence
+            assert sequence.table is not None and work.stop > work.start
+            self.cache.plan_capture(sequence.table, sequence.chain, work.stop)
+        return StepPlan(decodes, prefills, self.cache.ops)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out and give its pages back; not between a plan and its end."""
+        del self._serial[sequence]
+        if sequence.table is None:
+            self.waiting.remove(sequence)
+            self.queued_tokens -= sequence.request.budget
+        else:
+            self.running.remove(sequence)
+            self.cache.release(sequence.table)
+            sequence.table = None
+
+    def _key(self, sequence: Sequence) -> tuple[float, int]:
+        age = sequence.arrival / self.config.ageing_s
+        return sequence.request.priority + age, self._serial[sequence]
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=self._key)
+        self.queued_tokens += sequence.request.budget
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give back a sequence's pages; what it computed is cached as far as there is room."""
+        assert sequence.table is not None
+        self.cache.release(sequence.table)
+        self.running.remove(sequence)
+        sequence.table, sequence.num_computed = None, 0
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        self._wait(sequence)
+
+    def _yield_place(self) -> None:
+        """Make room for a waiting sequence of a higher priority, one running one per step."""
+        if not self.waiting or not self.running:
+            return
+        head, last = self.waiting[0], self.running[-1]
+        is_higher = head.request.priority < last.request.priority
+        if not is_higher or self._key(head) > self._key(last) or self._is_held_back(head):
+            return
+        is_full = len(self.running) >= self.config.max_running
+        if is_full or not self.cache.fits(len(head.tokens)):
+            self._preempt(last)
+
+    def _plan_decodes(self) -> tuple[Work, ...]:
+        works: list[Work] = []
+        planned: set[Sequence] = set()
+        for sequence in list(self.running):
+            if sequence.table is None or not sequence.is_decoding:
+                continue
+            while sequence.table and not self.cache.grow(sequence.table, len(sequence.tokens)):
+                # the last in order that has no work yet; at worst this one itself
+                self._preempt(next(s for s in reversed(self.running) if s not in planned))
+            if sequence.table is not None:
+                planned.add(sequence)
+                works.append(Work(sequence, sequence.num_computed, len(sequence.tokens)))
+        return tuple(works)
+
+    def _admit(self, budget: int) -> None:
+        """Let waiting sequences in while there are places, pages and tokens for them."""
+        skipped: list[Sequence] = []
+        num_prefills = sum(not sequence.is_decoding for sequence in self.running)
+        for sequence in self.waiting[:MAX_TRIES]:
+            if len(self.running) >= self.config.max_running or num_prefills >= budget:
+                return
+            if any(other.num_skips >= self.config.max_skips for other in skipped):
+                return  # what is free now is kept for that one
+            if skipped and skipped[0].request.priority < sequence.request.priority:
+                return
+            if self._is_held_back(sequence):
+                continue
+            table = self.cache.admit(sequence.chain, len(sequence.tokens))
+            if table is None:
+                skipped.append(sequence)
+                continue
+            for other in skipped:
+                other.num_skips += 1
+            self.waiting.remove(sequence)
+            self.queued_tokens -= sequence.request.budget
+            insort(self.running, sequence, key=self._key)
+            sequence.table, sequence.num_computed = table, table.num_hit
+            if sequence.num_preemptions == 0:
+                sequence.num_cached = table.num_hit
+            num_prefills += 1
+
+    def _is_held_back(self, sequence: Sequence) -> bool:
+        """Whether its class is full, or a running prefill is about to keep what it could reuse."""
+        if sequence.request.budget > self.config.long_tokens:
+            longs = sum(s.request.budget > self.config.long_tokens for s in self.running)
+            if longs >= self.config.num_long_places:
+                return True
+        limit = len(sequence.tokens) - 1
+        known: int | None = None
+        for other in self.running:
+            table = other.table
+            if table is None or not table.is_cacheable or other.is_decoding:
+                continue
+            common = num_common(other.chain, sequence.chain) * self.cache.config.hash_block
+            usable = [s for s in table.stops if other.num_computed < s <= min(common, limit)]
+            if usable and known is None:
+                known = self.cache.lookup(sequence.chain, limit)
+            if usable and known is not None and max(usable) > known:
+                return True
+        return False
+
+    def _plan_prefills(self, decodes: tuple[Work, ...], budget: int) -> tuple[Work, ...]:
+        """Equal shares, and what is left over to the first in order."""
+        decoding = {work.sequence for work in decodes}
+        sequences = [sequence for sequence in self.running if sequence not in decoding]
+        if not sequences:
+            return ()
+        share = max(1, budget // len(sequences))
+        wants = []
+        for sequence in sequences:
+            assert sequence.table is not None
+            start = sequence.num_computed
+            wants.append(self.cache.next_stop(sequence.table, start, len(sequence.tokens)) - start)
+        grants = []
+        for want in wants:
+            grants.append(min(want, share, budget))
+            budget -= grants[-1]
+        for number, want in enumerate(wants):
+            extra = min(want - grants[number], budget)
+            grants[number] += extra
+            budget -= extra
+        works = []
+        for sequence, want, grant in zip(sequences, wants, grants, strict=True):
+            start = sequence.num_computed
+            stop = start + grant
+            if grant < want:
+                aligned = stop // self.cache.config.hash_block * self.cache.config.hash_block
+                stop = aligned if aligned > start else stop
+            if stop > start:
+                works.append(Work(sequence, start, stop))
+        return tuple(works)

@@ -1,0 +1,170 @@
+"""A model whose state is the whole history in one number, and pages that hold such numbers.
+
+Every number read is compared with what the sequence's own tokens must have left there, so a page
+or a state of somebody else, of another token or of older weights fails at once.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+
+from baltoro.serve.cache import PrefixCache
+from baltoro.serve.pages import CacheConfig
+from baltoro.serve.prefix import root_hash
+from baltoro.serve.request import NewToken, Request, Sequence
+from baltoro.serve.scheduler import Scheduler, SchedulerConfig, StepPlan, Work
+
+VOCABULARY = 50
+
+
+def history(tokens: list[int], version: str = "1", start: int = 0) -> list[int]:
+    """A number for each prefix of `tokens`."""
+    numbers = []
+    for token in tokens:
+        text = f"{start} {token} {version}".encode()
+        start = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        numbers.append(start)
+    return numbers
+
+
+def next_token(number: int) -> int:
+    return number % VOCABULARY
+
+
+def reply(prompt: list[int], count: int, version: str = "1") -> list[int]:
+    """What the toy writes without any cache."""
+    tokens = list(prompt)
+    number = history(tokens, version)[-1]
+    for _ in range(count):
+        tokens.append(next_token(number))
+        (number,) = history(tokens[-1:], version, number)
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Toy:
+    """An engine around the account and the scheduler, with numbers in place of tensors."""
+
+    cache_config: CacheConfig
+    scheduler_config: SchedulerConfig
+    version: str = "1"
+    clock: float = 0.0
+    num_steps: int = 0
+    finished: list[Sequence] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cache = PrefixCache(self.cache_config)
+        self.scheduler = Scheduler(self.scheduler_config, self.cache)
+        self.pages: dict[int, dict[int, int]] = {}
+        self.host: dict[int, dict[int, int]] = {}
+        self.truth: dict[Sequence, list[int]] = {}
+        self.block_of: dict[bytes, int] = {}
+
+    def submit(self, prompt: list[int], count: int = 1, **options: object) -> Sequence:
+        request = Request(
+            request_id="",
+            prompt_ids=tuple(prompt),
+            max_new_tokens=count,
+            **options,  # type: ignore[arg-type]
+        )
+        root = root_hash(self.version, request.cache_salt)
+        sequence = Sequence(request=request, root=root, arrival=self.clock)
+        self.scheduler.submit(sequence)
+        return sequence
+
+    def abort(self, sequence: Sequence) -> None:
+        if sequence.finish_reason is None:
+            sequence.finish_reason = "abort"
+            self.scheduler.remove(sequence)
+
+    def new_weights(self, version: str) -> None:
+        self.version = version
+        self.cache.forget()
+        for sequence in self.scheduler.waiting:
+            sequence.root, sequence.chain = root_hash(version, sequence.request.cache_salt), []
+            sequence.extend_chain(self.cache_config.hash_block)
+
+    def step(self) -> StepPlan | None:
+        """Plan, run, commit; every read and write is checked."""
+        plan = self.scheduler.plan()
+        self.cache.audit()
+        if plan is None:
+            return None
+        self.num_steps += 1
+        self.clock += 1.0
+        assert plan.num_tokens <= self.scheduler_config.max_step_tokens
+        self._move_pages(plan)
+        numbers = [self._compute(work) for work in plan.works]
+        for source, target in plan.ops.captures:
+            self.pages[target] = dict(self.pages[source])
+        for work, number in zip(plan.works, numbers, strict=True):
+            sequence = work.sequence
+            sequence.num_computed = work.stop
+            assert sequence.table is not None
+            self.cache.commit(sequence.table, sequence.chain, work.stop)
+            if work.is_sampled:
+                sequence.tokens.append(next_token(number))
+                sequence.new_tokens.append(NewToken(sequence.tokens[-1], 0.0, self.version))
+                sequence.extend_chain(self.cache_config.hash_block)
+                if len(sequence.new_tokens) == sequence.request.max_new_tokens:
+                    sequence.finish_reason = "length"
+                    self.scheduler.remove(sequence)
+                    self.finished.append(sequence)
+        self.cache.end_step()
+        self.cache.audit()
+        return plan
+
+    def drain(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if self.step() is None:
+                return
+        raise AssertionError("it does not come to an end")
+
+    def serve(self, prompt: list[int], count: int = 1) -> Sequence:
+        """One request, alone, to its end."""
+        sequence = self.submit(prompt, count)
+        self.drain()
+        return sequence
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        ops = plan.ops
+        for source, target in ops.stores:
+            self.host[target] = dict(self.pages[source])
+        for source, target in ops.loads:
+            self.pages[target] = dict(self.host[source])
+        for source, target in ops.copies:
+            self.pages[target] = dict(self.pages[source])
+        for page in ops.resets:
+            self.pages[page] = {-1: 0}
+        for work in plan.works:
+            for block, key in enumerate(work.sequence.chain):
+                self.block_of[key] = block
+
+    def _compute(self, work: Work) -> int:
+        sequence, size = work.sequence, self.cache_config.page_size
+        table = sequence.table
+        assert table is not None
+        if work.start == table.num_hit:
+            self.truth[sequence] = history(sequence.tokens[: work.start], self.version)
+        truth = self.truth[sequence]
+        assert len(truth) == work.start
+        for page in table.state_pages:
+            assert self.pages[page][-1] == (truth[-1] if truth else 0), "a wrong state"
+            assert all(page not in c.state_pages for c in self.cache.device.checkpoints.values())
+        for index, number in enumerate(truth):
+            page = self.pages[table.kv_pages[index // size]]
+            assert page[index % size] == number, "a wrong latent"
+        new = sequence.tokens[work.start : work.stop]
+        truth += history(new, self.version, truth[-1] if truth else 0)
+        for index in range(work.start, work.stop):
+            page = table.kv_pages[index // size]
+            assert index % size >= self._num_named_rows(page), "a named row is written"
+            self.pages.setdefault(page, {})[index % size] = truth[index]
+        for page in table.state_pages:
+            self.pages[page] = {-1: truth[-1]}
+        return truth[-1]
+
+    def _num_named_rows(self, page: int) -> int:
+        config = self.cache_config
+        blocks = [self.block_of[key] for key in self.cache.device.keys_of(page)]
+        ends = [(block + 1) * config.hash_block for block in blocks]
+        return max(((end - 1) % config.page_size + 1 for end in ends), default=0)
