@@ -46,7 +46,7 @@ TORCH_FREE = {
     "serve/scheduler.py",
     "serve/cache.py",
 }
-OPTIONAL_PACKAGES = {"tyro", "triton"}
+OPTIONAL_PACKAGES = {"tyro", "triton", "datasketch", "imagehash", "pyarrow"}
 
 
 def sources() -> list[Path]:

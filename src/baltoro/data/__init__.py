@@ -1,0 +1,1 @@
+"""From text and pictures on disk to packed batches."""
