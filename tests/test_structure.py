@@ -42,7 +42,11 @@ NEVER = {
 TORCH_FREE = {
     "cli.py",
     "__init__.py",
+    "data/config.py",
     "model/config.py",
+    "train/config.py",
+    "serve/request.py",
+    "serve/sampling.py",
     "serve/scheduler.py",
     "serve/cache.py",
 }
