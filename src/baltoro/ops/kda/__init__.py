@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..impl import choose
+from ..impl import ImplError, choose
 from ..packed import read_boundaries
 from . import chunked, reference, step
 from .gates import bounded_gate, l2_normalize, softplus_gate
@@ -49,7 +49,29 @@ def _chunk_reference(
     return reference.recurrent_kda(q, k, v, g, beta, bounds, initial_state)
 
 
-_CHUNK = {"reference": _chunk_reference, "torch": chunked.chunk_kda}
+def _chunk_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    bounds: list[int],
+    initial_state: torch.Tensor,
+    chunk_size: int,
+    is_bounded: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        from .triton import chunk
+    except ModuleNotFoundError as error:
+        raise ImplError(f"chunk_kda: impl='triton' needs triton ({error})") from error
+    return chunk.chunk_kda(q, k, v, g, beta, bounds, initial_state, chunk_size, is_bounded)
+
+
+_CHUNK = {
+    "reference": _chunk_reference,
+    "torch": chunked.chunk_kda,
+    "triton": _chunk_triton,
+}
 _RECURRENT = {"reference": reference.recurrent_kda, "torch": step.recurrent_kda}
 
 

@@ -3,21 +3,21 @@
     dAqk = low1(do v_new')    dAkk = -low1(dv v_new')    dbeta = <dv, v_new> / beta^2
     rq = 2^G (do S_in')    rk = -2^G (dv S_in')    wk = 2^(G_end - G) (v_new dS_out')
 
-and the pair terms tq, tk, tw with the factors of `tiles`. The gradient of g at row r is the sum over
-all pairs (write j, read i) with j < r <= i: state reads at i >= r, state writes at j < r, and for
-pairs inside the chunk the difference of what is read at i >= r and what is written at j >= r. There
-each pair occurs twice and must cancel if both are >= r, so the same rounded factors
-multiply the products on both sides: a pair's two terms are then the same number, and bf16 leaves no
-residue. (With exact factors outside the products dg loses a factor of 5 at fast gates.)
+and the pair terms tq, tk, tw with the factors of `tiles`. The gradient of g at row r is the sum
+over all pairs (write j, read i) with j < r <= i: state reads at i >= r, state writes at j < r, and
+for pairs inside the chunk what is read at i >= r less what is written at j >= r. A pair with both
+ends there occurs twice and must cancel, so the same rounded factors stand on both sides of the
+products: its two terms are then the same number and bf16 leaves no residue. (With unrounded factors
+outside the products the error of dg was 1.3e-2 instead of 2.9e-3 at fast gates.)
 
-With `NORMALIZE`, <q, dq> = <o, do> and <k, dk> = 2 <dv, v_new> / beta - <v, dv> give the row products
-of the L2 norm's backward, which a strip of channels cannot see.
+With `NORMALIZE`, <q, dq> = <o, do> and <k, dk> = 2 <dv, v_new> / beta - <v, dv> give the row
+products of the L2 norm's backward, which a strip of channels cannot see.
 """
 
 import triton
 import triton.language as tl
 
-from baltoro.ops.kda.triton.tiles import CHUNK, HALF, half_factors, load_log2_gate
+from .tiles import CHUNK, HALF, half_factors, load_log2_gate
 
 
 @triton.jit

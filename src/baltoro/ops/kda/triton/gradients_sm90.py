@@ -1,9 +1,10 @@
-"""The fourth kernel for Hopper (bf16, K and V of 64 or 128): `gradients.py` with its layouts chosen.
+"""The fourth kernel for Hopper (bf16, K and V of 64 or 128): `gradients.py`, its layouts chosen.
 
-One warpgroup owns a strip of 64 channels of a chunk and works channel-major: every [channels, tokens]
-tile is a wgmma accumulator of 32 tokens, so sums along time stay inside four neighbouring lanes, the
-decayed factors are left operands straight from registers, and only dA, do, dv, v_new and the states
-pass through shared memory. Each half of the chunk is its own tile: no product is computed to be masked.
+One warpgroup owns a strip of 64 channels of a chunk and works channel-major: every [channels,
+tokens] tile is a wgmma accumulator of 32 tokens, so sums along time stay inside four neighbouring
+lanes, the decayed factors are left operands straight from registers, and only dA, do, dv, v_new
+and the states pass through shared memory. Each half of the chunk is its own tile, and what waits
+for the second half waits in shared memory, since registers are what this kernel is short of.
 """
 
 from triton.experimental import gluon
@@ -15,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from baltoro.ops.kda.triton.tiles_sm90 import (
+from .tiles_sm90 import (
     ACC,
     CHANNELS,
     CHUNK,
@@ -52,7 +53,6 @@ from baltoro.ops.kda.triton.tiles_sm90 import (
     times,
 )
 
-
 # places of the tiles of dA: pairs inside the first and second half, and across
 NEAR_Q0: gl.constexpr = gl.constexpr(0)
 NEAR_K0: gl.constexpr = gl.constexpr(1)
@@ -86,7 +86,7 @@ def crossing_sum(base, reads, writes, from_here, before):
 
 @gluon.jit
 def add_near_pairs(L, q, k, own, tiles, Q: gl.constexpr, dq, dk, reads):
-    """Add the pairs inside one half to dq, dk and to what its tokens read (less what they write)."""
+    """Add the pairs inside one half to dq, dk and what its tokens read (less what they write)."""
     lhs = left(rounded(k * gl.exp2(-L - SHIFT)))
     t = warpgroup_mma_wait(0, deps=[times(lhs, place(tiles, Q).permute((1, 0)))])
     row = gl.exp2(L + SHIFT)
@@ -230,11 +230,11 @@ def gradients_sm90_kernel(
     put_tile(tiles, NEAR_K1, pair_k, 1, 1)
     put_tile(tiles, FAR_Q, pair_q, 1, 0)
     put_tile(tiles, FAR_K, pair_k, 1, 0)
-    later = gl.arange(0, HALF, layout=SQUARE_ROWS)[:, None]
-    earlier = gl.arange(0, HALF, layout=SQUARE_COLUMNS)[None, :]
-    up_to = ones_where(later <= earlier)
-    before = ones_where(later < earlier)
-    from_here = ones_where(later >= earlier)
+    i = gl.arange(0, HALF, layout=SQUARE_ROWS)[:, None]
+    r = gl.arange(0, HALF, layout=SQUARE_COLUMNS)[None, :]
+    up_to = ones_where(i <= r)
+    before = ones_where(i < r)
+    from_here = ones_where(i >= r)
     own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
     own_s.store(own)
     through_s = gl.allocate_shared_memory(gl.float32, [STRIP], VECTOR)

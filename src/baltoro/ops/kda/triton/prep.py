@@ -1,20 +1,20 @@
 """First kernel: everything of a chunk that does not depend on the state or the values.
 
-From q, k, g, beta it makes kp = k 2^G, qp = q 2^G, kc = k 2^(G_end - G), the decayed products
-Aqk (j <= r) and Ainv = (I + diag(beta) Akk)^-1 - I, and 2^G_end. The inverse is built by exact block
-substitution: blocks of 1, 2, 4 .. 32 rows are joined in pairs, A21 = -A22 L21 A11, so that nothing
-grows: every entry of the inverse is in [-1, 1].
+From q, k, g, beta it makes kp = k 2^G, qp = q 2^G, kc = k 2^(G_end - G), 2^G_end, the decayed
+products Aqk (j <= r) and Ainv = (I + diag(beta) Akk)^-1 - I. The inverse is built by block
+substitution, exact in algebra: blocks of 1, 2, 4 .. 32 rows join in pairs, A21 = -A22 L21 A11,
+so that nothing grows: every entry of the inverse is in [-1, 1].
 """
 
 import triton
 import triton.language as tl
 
-from baltoro.ops.kda.triton.tiles import CHUNK, HALF, MIN_BETA, half_factors, load_log2_gate
+from .tiles import CHUNK, HALF, MIN_BETA, half_factors, load_log2_gate
 
 
 @triton.jit
 def joined_block(L, rows, cols, B: tl.constexpr):
-    """The part of L [C, C] that joins blocks of B rows: second half's rows, first half's columns."""
+    """The part of L [C, C] that joins blocks of B rows: second's rows, first's columns."""
     is_pair = (rows // (2 * B))[:, None] == (cols // (2 * B))[None, :]
     is_lower = ((rows // B) % 2 == 1)[:, None] & ((cols // B) % 2 == 0)[None, :]
     return tl.where(is_pair & is_lower, L, 0.0)
@@ -37,7 +37,7 @@ def prep_kernel(
     kp, kc, qp, ainv, aqk, gamma, chunk_beta, norms,
     scale, eps, lower_bound, num_heads,
     K: tl.constexpr, FROM_LOGITS: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr, INVERSE_PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head; grid (H, M)."""
     h = tl.program_id(0)
@@ -116,5 +116,5 @@ def prep_kernel(
 
     square = chunk * CHUNK * CHUNK + rows[:, None] * CHUNK + cols[None, :]
     tl.store(aqk + square, aqk_CC.to(low))
-    below_CC = inverse_below_diagonal(beta_C[:, None] * akk_CC, rows, cols, INVERSE_PRECISION)
+    below_CC = inverse_below_diagonal(beta_C[:, None] * akk_CC, rows, cols, PRECISION)
     tl.store(ainv + square, below_CC.to(low))

@@ -1,9 +1,9 @@
 """The first kernel for Hopper (bf16, K of 64 or 128): `prep.py` with its layouts chosen.
 
-One warpgroup owns a chunk of a head. Strips of 64 channels are decayed channel-major and put down in
-shared memory as operands of the [64, 64] products; the pairs inside a half and across the halves have
-accumulators of their own, because a masked pair may overflow. The inverse is joined level by level
-with tf32 products.
+One warpgroup owns a chunk of a head. Strips of 64 channels are decayed channel-major and put down
+in shared memory as operands of the [64, 64] products. Pairs inside a half and pairs across the
+halves have accumulators of their own, because a masked pair may overflow. The inverse is joined
+level by level with tf32 products.
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from baltoro.ops.kda.triton.tiles_sm90 import (
+from .tiles_sm90 import (
     ACC,
     CHANNELS,
     CHUNK,
@@ -231,9 +231,7 @@ def prep_sm90_kernel(
         store_tile(qp + tile, q_s.index(s), K, CHUNK, COPY64)
         store_tile(kp + tile, k_s.index(s), K, CHUNK, COPY64)
         store_tile(kc + tile, g_s.index(s), K, CHUNK, COPY_G)
-        near_q, near_k, far_q, far_k = warpgroup_mma_wait(
-            0, deps=[near_q, near_k, far_q, far_k]
-        )
+        near_q, near_k, far_q, far_k = warpgroup_mma_wait(0, deps=[near_q, near_k, far_q, far_k])
         barrier()
 
     rows = row[:, None]

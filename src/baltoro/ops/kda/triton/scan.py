@@ -11,7 +11,7 @@ A program owns one sequence, one head and BV value columns; the state stays in f
 import triton
 import triton.language as tl
 
-from baltoro.ops.kda.triton.tiles import CHUNK
+from .tiles import CHUNK
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def forward_scan_kernel(
     kp, kc, qp, ainv, aqk, gamma, chunk_beta, v, initial_state, offsets, cu_seqlens,
     o, v_new, states, final_state, num_heads,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    IS_KEPT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    IS_KEPT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (H * V / BV, N). `states` [M, H, K, V] receives the state entering each chunk."""
     h = tl.program_id(0) // (V // BV)
@@ -44,7 +44,7 @@ def forward_scan_kernel(
     S = tl.zeros([K, BV], tl.float32)
     if HAS_INITIAL:
         S = tl.load(initial_state + boundary + state)
-    for i in tl.range(0, count, num_stages=STAGES):
+    for i in tl.range(0, count, num_stages=1):
         chunk = (first + i) * num_heads + h
         token = start + i * CHUNK
         is_valid = (rows < end - token)[:, None] & (columns >= 0)[None, :]
@@ -78,9 +78,9 @@ def reverse_scan_kernel(
     kp, kc, qp, ainv, aqk, gamma, chunk_beta, do, d_final_state, offsets, cu_seqlens,
     dv, d_states, d_initial_state, num_heads,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_FINAL: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H * V / BV, N). `d_states` [M, H, K, V] receives the gradient of each chunk's last state."""
+    """Grid (H * V / BV, N). `d_states` [M, H, K, V]: gradient of each chunk's last state."""
     h = tl.program_id(0) // (V // BV)
     n = tl.program_id(1)
     columns = tl.program_id(0) % (V // BV) * BV + tl.arange(0, BV)
@@ -102,7 +102,7 @@ def reverse_scan_kernel(
     dS = tl.zeros([K, BV], tl.float32)
     if HAS_FINAL:
         dS = tl.load(d_final_state + boundary + state)
-    for back in tl.range(0, count, num_stages=STAGES):
+    for back in tl.range(0, count, num_stages=1):
         i = count - 1 - back
         chunk = (first + i) * num_heads + h
         token = start + i * CHUNK

@@ -1,9 +1,9 @@
 """The scans for Hopper (bf16, K and V of 64 or 128): `scan.py` with its layouts chosen.
 
-One warpgroup owns 64 value columns of a sequence and head and keeps the state transposed, [64 values,
-K channels]: values are the rows of every product. So each link of the serial chain takes the result
-of the last one as its left operand without leaving registers; the right operands are the first
-kernel's tiles, copied into shared memory one chunk ahead. States are stored [M, H, V, K].
+One warpgroup owns 64 value columns of a sequence and head and keeps the state transposed, [64
+values, K channels]: values are the rows of every product. So each link of the serial chain takes
+the result of the last one as its left operand without leaving registers; the right operands are the
+first kernel's tiles, copied into shared memory one chunk ahead. States are stored [M, H, V, K].
 """
 
 from triton.experimental import gluon
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from baltoro.ops.kda.triton.tiles_sm90 import (
+from .tiles_sm90 import (
     CHUNK,
     COPY64,
     COPY128,
@@ -50,7 +50,7 @@ def copy_chunk(
     a, b, c, ainv, aqk, value, beta, gamma, chunk, tokens, num_heads, length,
     K: gl.constexpr, V: gl.constexpr,
 ):  # fmt: skip
-    """Start the copies of one chunk: three [C, K] tiles, two [C, C], 64 columns of values, vectors."""
+    """Start the copies of one chunk: three [C, K] tiles, two [C, C], values, vectors."""
     COPY_K: gl.constexpr = COPY128 if K == 128 else COPY64
     copy_tile(a_s, a + chunk * (CHUNK * K), K, CHUNK, COPY_K)
     copy_tile(value_s, value + tokens, num_heads * V, length, COPY64)
@@ -69,7 +69,7 @@ def forward_scan_sm90_kernel(
     o, v_new, states, final_state, num_heads,
     K: gl.constexpr, V: gl.constexpr, HAS_INITIAL: gl.constexpr, IS_KEPT: gl.constexpr,
 ):  # fmt: skip
-    """Grid (H * V / 64, N), 4 warps. `states` [M, H, V, K] receives the state entering each chunk."""
+    """Grid (H * V / 64, N), 4 warps. `states` [M, H, V, K]: the state entering each chunk."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     COPY_K: gl.constexpr = COPY128 if K == 128 else COPY64
     h = gl.program_id(0) // (V // STRIP)
@@ -137,9 +137,7 @@ def forward_scan_sm90_kernel(
         written, o_VC = warpgroup_mma_wait(0, deps=[written, o_VC])
         written_low = left_rows(written)
         S = warpgroup_mma(written_low, kc_s.index(b), S, is_async=True)
-        o_VC = warpgroup_mma(
-            written_low, aqk_s.index(b).permute((1, 0)), o_VC, is_async=True
-        )
+        o_VC = warpgroup_mma(written_low, aqk_s.index(b).permute((1, 0)), o_VC, is_async=True)
         if IS_KEPT:
             written_s.permute((1, 0)).store(written.to(gl.bfloat16))
         S, o_VC = warpgroup_mma_wait(0, deps=[S, o_VC])
@@ -158,7 +156,7 @@ def reverse_scan_sm90_kernel(
     dv, d_states, d_initial_state, num_heads,
     K: gl.constexpr, V: gl.constexpr, HAS_FINAL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (H * V / 64, N), 4 warps. `d_states` [M, H, V, K]: gradient of each chunk's last state."""
+    """Grid (H * V / 64, N), 4 warps. `d_states` [M, H, V, K]: of each chunk's last state."""
     STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
     COPY_K: gl.constexpr = COPY128 if K == 128 else COPY64
     h = gl.program_id(0) // (V // STRIP)

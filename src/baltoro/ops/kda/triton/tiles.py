@@ -14,16 +14,18 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-SHIFT = tl.constexpr(112.0)
+HALF_SHIFT = tl.constexpr(2.0**56)
 CHUNK = tl.constexpr(64)
 HALF = tl.constexpr(32)
-# beta = 0 would lose the gradient <Y, e> = <dv, v_new> / beta^2; a write of 2^-40 is below rounding.
+# beta = 0 would lose the gradient <Y, e> = <dv, v_new> / beta^2; 2^-40 writes nothing visible.
 MIN_BETA = tl.constexpr(2.0**-40)
 
 
 @triton.jit
-def table_kernel(cu_seqlens, table, offsets, num_sequences, PADDED: tl.constexpr):
-    """Row m of `table` [M, 3]: sequence (-1: none), first token, tokens; `offsets` [N + 1] chunks."""
+def table_kernel(
+    cu_seqlens, table, offsets, num_sequences, num_chunks, PADDED: tl.constexpr
+):  # fmt: skip
+    """Row m of `table` [M, 3]: sequence (-1: none), first token, tokens; `offsets` [N + 1]."""
     m = tl.program_id(0)
     n = tl.arange(0, PADDED)  # [N]
     has = n < num_sequences
@@ -35,9 +37,10 @@ def table_kernel(cu_seqlens, table, offsets, num_sequences, PADDED: tl.constexpr
     is_here = n == sequence
     row_start = tl.sum(tl.where(is_here, start, 0), 0) + (m - first_chunk) * CHUNK
     length = tl.minimum(tl.sum(tl.where(is_here, end, 0), 0) - row_start, CHUNK)
-    tl.store(table + m * 3, tl.where(sequence < num_sequences, sequence, -1))
-    tl.store(table + m * 3 + 1, row_start)
-    tl.store(table + m * 3 + 2, length)
+    is_chunk = m < num_chunks
+    tl.store(table + m * 3, tl.where(sequence < num_sequences, sequence, -1), mask=is_chunk)
+    tl.store(table + m * 3 + 1, row_start, mask=is_chunk)
+    tl.store(table + m * 3 + 2, length, mask=is_chunk)
     if m == 0:
         tl.store(offsets, 0)
         tl.store(offsets + 1 + n, chunks_end, mask=has)
@@ -62,14 +65,17 @@ def load_log2_gate(g, ptrs, is_valid, bias, rate, lower_bound, FROM_LOGITS: tl.c
 
 @triton.jit
 def half_factors(log2_gate, first_lo, first_hi, rows):
-    """G [C, K], its values at the middle and the end [K], and the factors row, col, cross [C, K]."""
+    """G [C, K], its values at the middle and end [K], the factors row, col and cross [C, K]."""
     total_G = tl.cumsum(log2_gate, 0)  # [C, K]
     is_hi = rows[:, None] >= HALF
     mid = tl.sum(tl.where(is_hi, 0.0, log2_gate), 0)  # [K]
     end = tl.sum(log2_gate, 0)  # [K]
     local = total_G - tl.where(is_hi, (mid + first_hi)[None, :], first_lo[None, :])  # [C, K]
-    row = tl.exp2(local + SHIFT)
-    col = tl.exp2(-local - SHIFT)
+    # halved and squared: `local + SHIFT` would round local to 2^-17
+    root = tl.exp2(0.5 * local) * HALF_SHIFT
+    row = root * root
+    root = tl.exp2(-0.5 * local) / HALF_SHIFT
+    col = root * root
     from_mid = total_G - mid[None, :]
     cross = tl.exp2(tl.where(is_hi, from_mid, -from_mid))
     return total_G, mid, end, row, col, cross

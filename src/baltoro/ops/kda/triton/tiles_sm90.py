@@ -1,8 +1,8 @@
-"""Pieces of the Hopper kernels, channel-major: a tile is [64 channels, 32 tokens], a wgmma accumulator.
+"""Pieces of the Hopper kernels. A tile is [64 channels, 32 tokens], a wgmma accumulator.
 
-Sums along time stay in registers and tensor cores: a running sum is a product with a triangle of ones,
-exact because the summand is cut into bf16 parts. Tiles of tokens travel through shared memory as they
-lie in device memory, [tokens, channels], and are read and written transposed.
+Sums along time stay in registers and tensor cores: a running sum is a product with a triangle of
+ones, its summand cut into bf16 parts that lose nothing. Tiles of tokens travel through shared
+memory as they lie in device memory, [tokens, channels], and are read and written transposed.
 """
 
 from triton.experimental import gluon
@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-# Triton 3.7 renamed it
+# renamed in Triton 3.7
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 SHIFT: gl.constexpr = gl.constexpr(112.0)
@@ -146,7 +146,7 @@ def sigmoid(x):
 def half_gate(
     smem, h: gl.constexpr, up_to, length, bias, rate, lower_bound, FROM_LOGITS: gl.constexpr
 ):
-    """Base-2 log-decay of one half: its first token [64], the running sum after it [64, 32], its end."""
+    """Base-2 log-decay of one half: first token [64], running sum after it [64, 32], its end."""
     x = half_tile(smem, h)
     column = gl.arange(0, HALF, layout=TOKENS)[None, :]
     if FROM_LOGITS:

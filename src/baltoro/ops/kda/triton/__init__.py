@@ -1,0 +1,1 @@
+"""KDA on NVIDIA GPUs in Triton; imported only when `impl="triton"` is asked for."""

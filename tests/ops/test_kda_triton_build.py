@@ -1,0 +1,83 @@
+"""The Triton kernels of KDA without a GPU: run by the interpreter, and compiled for Hopper."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from ops.sass import lost_memory_descriptors, resources, sass_of
+
+pytestmark = pytest.mark.slow
+MAX_STACK_BYTES = 288  # of 255 registers a thread; what spills is read back once
+
+INTERPRETED = """
+import warnings
+
+warnings.simplefilter("ignore")
+import torch
+from ops.harness import assert_within_budget, kda_inputs, poisoned_memory
+from ops.test_kda_triton import fused, kda, raw_inputs
+
+for gate, keys in (("bound", "random"), ("mixed", "near_parallel"), ("near_zero", "repeated")):
+    batch = kda_inputs([70, 0, 33, 1], gate=gate, keys=keys, key_dim=16, value_dim=32,
+                       dtype=torch.float32)
+    with poisoned_memory():
+        assert_within_budget(kda("triton"), kda("reference"), batch, rounding_steps=60)
+batch = raw_inputs([70, 0, 33, 1], torch.float32, 0.0, 16)
+assert_within_budget(fused("triton"), fused("reference"), batch, rounding_steps=60)
+"""
+
+
+@pytest.mark.skipif(
+    numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
+    reason="Triton's interpreter takes one-element arrays for numbers, which numpy 2.4 refuses",
+)
+def test_the_portable_kernels_are_exact_in_the_interpreter():
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root / "tests"), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def variants() -> list[tuple[str, dict[str, object]]]:
+    """The Hopper kernels with the compile-time arguments that a call can ask for."""
+    found: list[tuple[str, dict[str, object]]] = []
+    for from_logits in (False, True):
+        logits = {"FROM_LOGITS": from_logits, "NORMALIZE": from_logits}
+        for key_dim in (64, 128):
+            found.append(("prep", {"K": key_dim, **logits}))
+            for value_dim in (64, 128):
+                found.append(("gradients", {"K": key_dim, "V": value_dim, **logits}))
+    for dims in ({"K": 64, "V": 64}, {"K": 128, "V": 128}):
+        for flag in (False, True):
+            found.append(("reverse_scan", {**dims, "HAS_FINAL": flag}))
+            found.append(("forward_scan", {**dims, "HAS_INITIAL": flag, "IS_KEPT": not flag}))
+            found.append(("forward_scan", {**dims, "HAS_INITIAL": flag, "IS_KEPT": flag}))
+    return found
+
+
+@pytest.mark.parametrize(("name", "constants"), variants())
+def test_hopper_kernels_compile_without_lost_registers(name, constants):
+    sass, usage = sass_of(name, constants)
+    stack = resources(usage)
+    assert stack <= MAX_STACK_BYTES, f"{stack} bytes of stack a thread"
+    assert not lost_memory_descriptors(sass)
+    assert re.search(r"\bHGMMA\b", sass)
+
+
+def test_a_lost_memory_descriptor_is_seen():
+    good = "ULDC.64 UR4, c[0x0][0x208] ;\nLDG.E R0, desc[UR4][R2.64] ;\n"
+    assert not lost_memory_descriptors(good)
+    overwritten = good + "UMOV UR4, UR9 ;\nLDG.E R0, desc[UR4][R2.64] ;\n"
+    read_as_address = good + "UIADD3 UR22, UP0, UR4, 0x2, URZ ;\n"
+    assert len(lost_memory_descriptors(overwritten)) == 1
+    assert len(lost_memory_descriptors(read_as_address)) == 1
