@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 Picture: TypeAlias = Image.Image | np.ndarray | bytes | str | Path
 
@@ -80,6 +80,9 @@ def _from_bytes(data: bytes, where: str) -> Image.Image:
             # Pillow warns of pictures above half its limit; ours is checked below.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             picture = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        # its own words are about a buffer in memory
+        raise ValueError(f"{where}: is no readable {', '.join(FORMATS)}") from None
     except (OSError, Image.DecompressionBombError, *_DECODER_ERRORS) as error:
         raise ValueError(f"{where}: is no readable {', '.join(FORMATS)} ({error})") from error
     return _loaded(picture, where)
