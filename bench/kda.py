@@ -1,0 +1,213 @@
+"""Time `chunk_kda_fused` on a GPU beside its floor and, where it is installed, fla's `chunk_kda`.
+
+    PYTHONPATH=src python3 bench/kda.py [--out bench/results/kda.json]
+
+Norm of q and k, decay map and sigmoid are inside both. `eager` is the median of device events
+around the call, host gaps included; `graph` the replay of a CUDA graph of it. The gates are
+-5 sigmoid(x): x ~ N(0, 1) forgets fast, N(-4, 1) slowly. Before any time is taken, gradients are
+compared with the reference in fp64, and nothing is reported if one is further away than 1 %.
+
+Floor: the larger of the bytes that must move (1282 a token and head forward, 3590 with the
+backward) at a measured copy rate, and 186k and 662k FLOPs at a measured bf16 matrix rate.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+
+from baltoro.ops.kda.fused import chunk_kda_fused
+
+try:
+    from fla.ops.kda import chunk_kda as fla_chunk_kda
+except ModuleNotFoundError:
+    fla_chunk_kda = None
+
+SHAPES = ((96, [4096]), (96, [8192]), (96, [32768]), (16, [4096]), (16, [8192]), (16, [32768]))
+PACKINGS = ((96, [1300, 547, 2048, 963, 271, 3063]), (96, [1024] * 8))
+DIM = 128
+BOUND = -5.0
+GATES = {"fast": 0.0, "slow": -4.0}
+FORWARD_BYTES, STEP_BYTES = 1282, 3590
+FORWARD_FLOPS, STEP_FLOPS = 186e3, 662e3
+
+
+def draw(
+    num_heads: int, lengths: list[int], shift: float, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Inputs, the output's gradient and the boundaries."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    shape = (sum(lengths), num_heads, DIM)
+    return {
+        "q": normal(*shape).bfloat16(),
+        "k": normal(*shape).bfloat16(),
+        "v": normal(*shape).bfloat16(),
+        "decay_logits": (normal(*shape) + shift).bfloat16(),
+        "beta_logits": normal(*shape[:2]).bfloat16(),
+        "A_log": torch.zeros(num_heads, device="cuda"),
+        "dt_bias": torch.zeros(num_heads * DIM, device="cuda"),
+        "do": normal(*shape).bfloat16(),
+        "cu_seqlens": torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32),
+    }
+
+
+LEAVES = ("q", "k", "v", "decay_logits", "beta_logits", "A_log", "dt_bias")
+
+
+def ours(x: dict[str, torch.Tensor], impl: str = "triton") -> torch.Tensor:
+    return chunk_kda_fused(
+        *(x[name] for name in LEAVES), cu_seqlens=x["cu_seqlens"], gate_lower_bound=BOUND, impl=impl
+    ).o
+
+
+def fla(x: dict[str, torch.Tensor]) -> torch.Tensor:
+    q, k, v, z, b = (x[name][None] for name in LEAVES[:5])
+    o, _ = fla_chunk_kda(
+        q, k, v, z, b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=BOUND, A_log=x["A_log"],
+        dt_bias=x["dt_bias"], cu_seqlens=x["cu_seqlens"] if len(x["cu_seqlens"]) > 2 else None,
+    )  # fmt: skip
+    return o[0]
+
+
+def forward(op: Callable, x: dict[str, torch.Tensor]) -> Callable[[], object]:
+    def run() -> object:
+        with torch.no_grad():
+            return op(x)
+
+    return run
+
+
+def step(op: Callable, x: dict[str, torch.Tensor]) -> Callable[[], object]:
+    leaves = [x[name].detach().requires_grad_() for name in LEAVES]
+    inputs = {**x, **dict(zip(LEAVES, leaves, strict=True))}
+    return lambda: torch.autograd.grad(op(inputs), leaves, x["do"])
+
+
+def eager_ms(run: Callable[[], object], repeats: int = 11) -> float:
+    for _ in range(3):
+        run()
+    flush = torch.empty(64 * 2**20, dtype=torch.float32, device="cuda")
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def graph_ms(run: Callable[[], object]) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return eager_ms(graph.replay)
+
+
+def peak_gib(run: Callable[[], object]) -> float:
+    """Memory above what was held before the call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = run()
+    torch.cuda.synchronize()
+    del result
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def ceilings() -> tuple[float, float]:
+    """Bytes a second of a copy, read and write counted, and bf16 FLOPs a second of a product."""
+    a = torch.randn(2**29, device="cuda")
+    b = torch.empty_like(a)
+    copy = eager_ms(lambda: b.copy_(a))
+    m = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    product = eager_ms(lambda: m @ m)
+    return 2 * a.nbytes / copy * 1e3, 2 * 8192**3 / product * 1e3
+
+
+def refuse_wrong_results() -> None:
+    for shift in GATES.values():
+        x = draw(2, [200, 1, 63], shift, seed=1)
+        wide = {n: t.double() if t.is_floating_point() else t for n, t in x.items()}
+        exact = step(lambda x: ours(x, "reference"), wide)()
+        for name, got, want in zip(LEAVES, step(ours, x)(), exact, strict=True):
+            error = float((got.double() - want).norm() / want.norm())
+            if not error < 1e-2:
+                raise SystemExit(f"bench: gradient of {name} is off by {error:.1e}; nothing timed")
+
+
+def measure(op: Callable, x: dict[str, torch.Tensor], has_graph: bool) -> dict[str, float]:
+    times = {
+        "forward_eager_ms": eager_ms(forward(op, x)),
+        "step_eager_ms": eager_ms(step(op, x)),
+        "step_peak_gib": peak_gib(step(op, x)),
+    }
+    if has_graph:
+        times["forward_graph_ms"] = graph_ms(forward(op, x))
+        times["step_graph_ms"] = graph_ms(step(op, x))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("bench/results/kda.json"))
+    parser.add_argument("--commit", help="instead of asking git")
+    parser.add_argument("--quick", action="store_true", help="the two shapes of the targets only")
+    arguments = parser.parse_args()
+    commit = (
+        arguments.commit
+        or subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    )
+    refuse_wrong_results()
+    bytes_per_s, flops_per_s = ceilings()
+    ops = {"ours": ours} | ({"fla": fla} if fla_chunk_kda else {})
+    rows = []
+    shapes = ((96, [8192]), (16, [4096])) if arguments.quick else (*SHAPES, *PACKINGS)
+    for num_heads, lengths in shapes:
+        token_heads = num_heads * sum(lengths)
+        floors = {
+            "forward_ms": 1e3 * token_heads * max(
+                FORWARD_BYTES / bytes_per_s, FORWARD_FLOPS / flops_per_s),
+            "step_ms": 1e3 * token_heads * max(STEP_BYTES / bytes_per_s, STEP_FLOPS / flops_per_s),
+        }  # fmt: skip
+        for gate, shift in GATES.items():
+            x = draw(num_heads, lengths, shift)
+            row = {"heads": num_heads, "lengths": lengths, "gate": gate, "floor": floors}
+            for name, op in ops.items():
+                row[name] = measure(op, x, has_graph=sum(lengths) <= 8192)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            del x
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "copy_tb_per_s": bytes_per_s / 1e12,
+        "bf16_tflop_per_s": flops_per_s / 1e12,
+        "rows": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
