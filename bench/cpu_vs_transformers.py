@@ -204,6 +204,13 @@ def profile(ours: Model, ids_T: Tensor) -> None:
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=18))
 
 
+def commit() -> str:
+    """Short hash of the checkout, with a plus where files differ from it."""
+    git = ["git", "-C", str(RESULT.parent), "describe", "--always", "--dirty=+"]
+    done = subprocess.run(git, capture_output=True, text=True)
+    return done.stdout.strip() or "a copy without its history"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
@@ -221,10 +228,9 @@ def main() -> None:
         task: {side: statistics.median(values) for side, values in sides.items()}
         for task, sides in times.items()
     }
-    git = ["git", "-C", str(RESULT.parent), "rev-parse", "--short", "HEAD"]
     result = {
         "date": date.today().isoformat(),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
+        "commit": commit(),
         "machine": machine() | {"transformers": transformers.__version__},
         "load_average": os.getloadavg(),
         "parameters": sum(tensor.numel() for tensor in ours.parameters()),

@@ -4,6 +4,7 @@ import-linter holds the layers; this walks the sources for what layers cannot sa
 """
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -57,6 +58,11 @@ def sources() -> list[Path]:
     return sorted(SOURCES.rglob("*.py"))
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def name_of(path: Path) -> str:
     """`baltoro.ops.kda` for its `__init__.py`, `baltoro.ops.kda.reference` for a file."""
     parts = path.relative_to(SOURCES.parent).with_suffix("").parts
@@ -83,7 +89,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 def imports(path: Path) -> Iterator[tuple[ast.AST, str, bool]]:
     """Every import of a file: the statement, the module, and whether a function holds it."""
-    pending: list[tuple[ast.AST, bool]] = [(ast.parse(path.read_text()), False)]
+    pending: list[tuple[ast.AST, bool]] = [(tree(path), False)]
     while pending:
         node, is_inside = pending.pop()
         if is_type_checking(node):
@@ -204,7 +210,7 @@ def test_no_catch_all_room_or_file():
 def test_nothing_reads_the_environment_or_swallows_errors():
     wrong = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.ExceptHandler)) else ""
             is_environment = bool({"os.environ", "os.getenv"} & {text, *targets(node)})
             is_catch_all = isinstance(node, ast.ExceptHandler) and (
