@@ -8,10 +8,11 @@ is our mistake and shows its traceback, as `--debug` does for every error.
 
 import importlib
 import inspect
+import json
 import os
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from baltoro import __version__
 from baltoro.config import nearest
@@ -25,6 +26,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("baltoro.serve.generate:generate", "continue a prompt"),
     "chat": ("baltoro.serve.chat:chat", "talk with a model in the terminal"),
     "convert": ("baltoro.checkpoint.convert:convert", "write a checkpoint in another format"),
+    "train": ("baltoro.recipes.pretrain:train", "pretrain a model of a size on a data folder"),
+    "recipes": ("baltoro.recipes.pretrain:recipes", "what each size of the ladder fixes"),
     "fixture": ("baltoro.checkpoint.fixture:fixture", "a tiny random checkpoint for tests"),
 }
 
@@ -89,11 +92,43 @@ def _dispatch(args: list[str]) -> None:
         # tyro is loaded on use: the machine with the GPU runs tests without it
         import tyro
 
-        function = _with_positional(load_verb(args[0]))
+        verb, options, fixed = load_verb(args[0]), args[1:], {}
+        if "overrides" in inspect.signature(verb).parameters:
+            options, overrides = split_overrides(options)
+            fixed = {"overrides": overrides}
+        function = _with_positional(verb, fixed)
         config = (tyro.conf.FlagCreatePairsOff,)
-        tyro.cli(function, prog=f"baltoro {args[0]}", args=args[1:], config=config)
+        tyro.cli(function, prog=f"baltoro {args[0]}", args=options, config=config)
     else:
         raise ValueError(f"{args[0]}: unknown verb; {nearest(args[0], VERBS)}")
+
+
+def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+    """Options whose name holds a dot, `--path.to.field value`, apart from the others.
+
+    Values are read as JSON where they are JSON, else as text. Raises `ValueError` for one without
+    a value, or given twice.
+    """
+    rest: list[str] = []
+    overrides: dict[str, object] = {}
+    pending = list(args)
+    while pending:
+        arg = pending.pop(0)
+        path, equals, value = arg.removeprefix("--").partition("=")
+        if not arg.startswith("--") or "." not in path:
+            rest.append(arg)
+            continue
+        if not equals:
+            if not pending:
+                raise ValueError(f"{arg}: needs a value")
+            value = pending.pop(0)
+        if path in overrides:
+            raise ValueError(f"{arg}: is given twice")
+        try:
+            overrides[path] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[path] = value
+    return rest, overrides
 
 
 def _usage() -> str:
@@ -102,14 +137,19 @@ def _usage() -> str:
     return USAGE.format(verbs="\n".join(lines))
 
 
-def _with_positional(function: Verb) -> Verb:
-    """`function` with the signature that tyro reads as `VERB ARGUMENT --option VALUE`."""
+def _with_positional(function: Verb, fixed: Mapping[str, object]) -> Verb:
+    """`function` with the signature that tyro reads as `VERB ARGUMENT --option VALUE`.
+
+    Parameters of `fixed` are no options; they have the values it gives.
+    """
     import tyro
 
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints[name]
+        if name in fixed:
+            continue
         if (
             parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             and parameter.default is parameter.empty
@@ -119,7 +159,7 @@ def _with_positional(function: Verb) -> Verb:
         parameters.append(parameter.replace(annotation=hint))
 
     def run(*args: object, **kwargs: object) -> None:
-        function(*args, **kwargs)
+        function(*args, **kwargs, **fixed)
 
     run.__name__, run.__doc__ = function.__name__, function.__doc__
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,8 +1,12 @@
-"""Settings of a step and of a run; nothing here imports torch."""
+"""Settings of a step, of a run and of a whole pretraining."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal
+
+from baltoro.model.config import ModelConfig
+from baltoro.optim.config import OptimConfig
+from baltoro.optim.schedule import ScheduleConfig
 
 Balancing = Literal["quantile", "sign"]
 
@@ -56,3 +60,69 @@ class RunConfig:
         for field in self.__slots__:
             value = getattr(self, field)
             require(value >= 1, f"run.{field}", value, "must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextStage:
+    """A stretch of the run with one context length."""
+
+    seq_len: int  # longest sequence packed
+    fraction: float  # of the run's steps
+
+    def __post_init__(self) -> None:
+        require(self.seq_len >= 2, "stage.seq_len", self.seq_len, "must be at least 2")
+        require(0 < self.fraction <= 1, "stage.fraction", self.fraction, "must be in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """How much is read at once, in which order."""
+
+    seed: int
+    tokens_per_step: int  # over all microbatches
+    num_microbatches: int  # of a step; one is in memory at a time
+    stages: tuple[ContextStage, ...]  # in order; their fractions make 1
+    # shares of domains go with their tokens to this power: 1 as they are, 0 even
+    mixture_exponent: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(len(self.stages) > 0, "data.stages", self.stages, "give at least one")
+        total = math.fsum(stage.fraction for stage in self.stages)
+        require(abs(total - 1) < 1e-6, "data.stages", total, "their fractions must make 1")
+        for stage in self.stages:
+            require(
+                self.tokens_per_step % (stage.seq_len * self.num_microbatches) == 0,
+                "data.tokens_per_step",
+                self.tokens_per_step,
+                f"must be a multiple of num_microbatches={self.num_microbatches} times each "
+                f"stage's seq_len, among them {stage.seq_len}",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PretrainConfig:
+    """A complete pretraining run; where its data is and where it goes are not part of it."""
+
+    name: str
+    seed: int  # of the initial weights
+    dtype: Literal["float32", "bfloat16"]  # of weights and activations; masters are fp32
+    model: ModelConfig
+    data: DataConfig
+    optim: OptimConfig
+    schedule: ScheduleConfig
+    step: StepConfig
+    run: RunConfig
+
+    @property
+    def num_tokens(self) -> int:
+        """Positions of the whole run."""
+        return self.schedule.num_steps * self.data.tokens_per_step
+
+    def __post_init__(self) -> None:
+        longest = max(stage.seq_len for stage in self.data.stages)
+        require(
+            longest <= self.model.max_seq_len,
+            "data.stages",
+            longest,
+            f"must not exceed model.max_seq_len={self.model.max_seq_len}",
+        )

@@ -1,0 +1,217 @@
+"""The loop of a run: step, write down, save, look at held-out text; until the end or a signal.
+
+The order at a step that is due: save, then evaluate, so that whatever goes wrong in an evaluation
+finds the checkpoint of its step on disk.
+"""
+
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from baltoro.model.model import Model
+from baltoro.optim.schedule import learning_rate
+from baltoro.train.alarms import AlarmWatch
+from baltoro.train.batches import BatchSource
+from baltoro.train.config import PretrainConfig
+from baltoro.train.evaluate import HeldOutScore
+from baltoro.train.folder import RunFolder
+from baltoro.train.learner import Learner
+from baltoro.train.metrics import MetricsLog, ProgressLine, Value, duration
+from baltoro.train.state import save_state
+from baltoro.train.step import StepResult, train_step
+
+
+class Sample(NamedTuple):
+    """A prompt and how the model went on."""
+
+    prompt: str
+    text: str
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """What a run consists of; `train.pretrain` builds one."""
+
+    config: PretrainConfig
+    digest: str
+    learner: Learner
+    source: BatchSource
+    folder: RunFolder
+    log: MetricsLog
+    progress: ProgressLine
+    watch: AlarmWatch
+    evaluate: Callable[[Model], HeldOutScore]
+    sample: Callable[[Model], Sequence[Sample]]
+    probe: Callable[[Model], dict[str, Value]]
+    flops_per_token: float
+    peak_flops: float  # per second, of this device
+    seconds: float = 0.0  # of training, in all processes
+    best: tuple[float, int] | None = None  # bits per byte and step
+    num_bad_steps: int = 0  # skipped in a row, up to now
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=20))
+
+
+class StopRequest:
+    """Whether a signal asked the run to stop."""
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            raise KeyboardInterrupt  # asked twice: at once
+        self.signal = signal.Signals(number).name
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """SIGTERM and SIGINT ask for a stop behind the current step; a second one interrupts it."""
+    request = StopRequest()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    former = [signal.signal(number, request) for number in numbers]
+    try:
+        yield request
+    finally:
+        for number, handler in zip(numbers, former, strict=True):
+            signal.signal(number, handler)
+
+
+def run_loop(training: Training) -> bool:
+    """Train to the end of the schedule; returns False if a signal ended it before, state saved.
+
+    Raises `ValueError` when the weights or so many steps in a row are not finite; the last good
+    checkpoint stays.
+    """
+    learner, schedule = training.learner, training.config.schedule
+    with stop_on_signals() as request:
+        while learner.num_steps < schedule.num_steps:
+            _advance(training)
+            step = learner.num_steps
+            is_last = step == schedule.num_steps
+            is_good = training.num_bad_steps == 0
+            if request.signal is not None and is_good:
+                path = _save(training)
+                training.progress.note(
+                    f"stopped by {request.signal} after step {step}; {path} continues from here"
+                )
+                return False
+            run = training.config.run
+            is_eval = is_last or step % run.eval_every == 0
+            if is_good and (is_eval or step % run.save_every == 0):
+                _save(training)
+            if is_good and is_eval:
+                _look_up(training)
+    return True
+
+
+def _advance(training: Training) -> None:
+    """One step, its line of metrics and its alarms."""
+    learner, config = training.learner, training.config
+    step = learner.num_steps
+    start = time.perf_counter()
+    num_parts = config.data.num_microbatches
+    batches = [training.source.batch(step, part, num_parts) for part in range(num_parts)]
+    num_positions = sum(len(batch.tokens) for batch in batches)
+    try:
+        result = train_step(learner, batches, lr=learning_rate(config.schedule, step))
+    except ValueError as error:
+        if all(bool(master.isfinite().all()) for master in learner.optimizer.masters.values()):
+            raise
+        _log_alarm(training, "not_finite", "", step, "the weights are not finite")
+        raise ValueError(_diverged(training, "the weights are not finite")) from error
+    elapsed = time.perf_counter() - start
+    training.seconds += elapsed
+    training.recent.append((elapsed, num_positions))
+    training.num_bad_steps = training.num_bad_steps + 1 if result.is_skipped else 0
+    _write(training, result)
+    if training.num_bad_steps >= config.run.max_bad_steps:
+        raise ValueError(_diverged(training, f"{training.num_bad_steps} steps were not finite"))
+
+
+def _write(training: Training, result: StepResult) -> None:
+    """Metrics, inspection, progress and alarms of the step just taken."""
+    step, run = training.learner.num_steps, training.config.run
+    seconds, tokens = (sum(part) for part in zip(*training.recent, strict=True))
+    speed = tokens / seconds
+    utilisation = speed * training.flops_per_token / training.peak_flops
+    numbers = result.numbers | {
+        "train/speed_tokens_per_second": speed,
+        "train/model_flops_utilisation": utilisation,
+        "train/total_tokens": float(training.learner.num_tokens),
+        "train/total_seconds": training.seconds,
+    }
+    is_last = step == training.config.schedule.num_steps
+    if step % run.log_every == 0 or result.is_skipped or is_last:
+        training.log.write("step", step, numbers)
+    if (step == 1 or step % run.inspect_every == 0 or is_last) and not result.is_skipped:
+        training.log.write(
+            "inspect",
+            step,
+            {
+                "loads": {name: item.loads.tolist() for name, item in result.balances.items()},
+                "bias_drift": {name: item.bias_drift for name, item in result.balances.items()},
+                "max_logits": dict(result.max_logits),
+            },
+        )
+    left = (training.config.schedule.num_steps - step) * seconds / len(training.recent)
+    training.progress.update(
+        f"step {step}/{training.config.schedule.num_steps}  loss {numbers['train/loss']:.3f}  "
+        f"{speed:,.0f} tokens/s  MFU {utilisation:.1%}  grad {numbers['train/grad_norm']:.2f}  "
+        f"dead experts {numbers.get('router/dead_experts', 0.0):.0f}  left {duration(left)}"
+    )
+    for alarm in training.watch.check(step, result):
+        _log_alarm(training, alarm.name, alarm.where, step, alarm.message)
+
+
+def _save(training: Training) -> Path:
+    path = save_state(
+        training.folder,
+        training.learner,
+        training.source,
+        digest=training.digest,
+        seconds=training.seconds,
+    )
+    training.folder.point("latest", training.learner.num_steps)
+    return path
+
+
+def _look_up(training: Training) -> None:
+    """Evaluate, probe, write samples, and keep the best checkpoint and the last ones."""
+    learner, step = training.learner, training.learner.num_steps
+    score = training.evaluate(learner.model)
+    training.log.write(
+        "eval", step, {"bits_per_byte": score.bits_per_byte, "by_domain": score.by_domain}
+    )
+    if training.best is None or score.bits_per_byte < training.best[0]:
+        training.best = (score.bits_per_byte, step)
+        training.folder.point("best", step)
+    training.folder.prune(keep_last=training.config.run.keep_last, best=training.best[1])
+    domains = "  ".join(f"{name} {bits:.3f}" for name, bits in score.by_domain.items())
+    training.progress.note(
+        f"step {step}: held out {score.bits_per_byte:.4f} bits per byte  ({domains})"
+    )
+    training.log.write("probe", step, training.probe(learner.model))
+    for sample in training.sample(learner.model):
+        training.log.write("sample", step, {"prompt": sample.prompt, "text": sample.text})
+
+
+def _log_alarm(training: Training, name: str, where: str, step: int, message: str) -> None:
+    training.log.write("alarm", step, {"name": name, "where": where, "message": message})
+    text = f"alarm {name} at step {step}{f' in {where}' if where else ''}: {message}"
+    training.progress.note(text)
+
+
+def _diverged(training: Training, what: str) -> str:
+    steps = training.folder.steps()
+    last = training.folder.checkpoint(steps[-1]) if steps else None
+    kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
+    return (
+        f"step {training.learner.num_steps}: {what}; {kept}; lower --schedule.peak "
+        f"({training.config.schedule.peak:g}) in a new run"
+    )
