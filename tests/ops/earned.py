@@ -17,18 +17,23 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def assert_earned(
-    op: Op, tensors: Sequence[Tensor], dtype: torch.dtype, *, rounding_steps: float = 6.0
+    op: Op,
+    tensors: Sequence[Tensor],
+    dtype: torch.dtype,
+    *,
+    rounding_steps: float = 6.0,
+    device: torch.device | str = "cpu",
 ) -> None:
     """Hold the output and every gradient of `torch` to the budget of `harness`, in poisoned memory.
 
     The exact values are the reference's in fp64 on the same rounded inputs; the budget is twice the
-    error of the reference in `dtype` plus a rounding band.
+    error of the reference in `dtype` plus a rounding band. Only `torch` runs on `device`.
     """
     rounded = [tensor.to(dtype) for tensor in tensors]
     exact = _outcome(op, "reference", [tensor.double() for tensor in rounded])
     plain = _outcome(op, "reference", rounded)
     with poisoned_memory():
-        got = _outcome(op, "torch", rounded)
+        got = _outcome(op, "torch", [tensor.to(device) for tensor in rounded])
     for index, x in enumerate(got):
         what = "output" if index == 0 else f"gradient of tensor {index - 1}"
         assert (x.dtype, x.shape) == (plain[index].dtype, plain[index].shape), what
@@ -41,8 +46,8 @@ def assert_earned(
 def _outcome(op: Op, impl: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     out = op(impl, *leaves)
-    probe = randn(*out.shape, seed=99).to(tensors[0].dtype).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, probe)]
+    probe = randn(*out.shape, seed=99).to(tensors[0].dtype).to(out)
+    return [value.detach().cpu() for value in (out, *torch.autograd.grad(out, leaves, probe))]
 
 
 class Allocations(TorchDispatchMode):

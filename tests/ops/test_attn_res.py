@@ -15,7 +15,7 @@ def mix(impl, norm_weight, proj_weight, *sources):
 
 def inputs(num_sources, num_tokens, width):
     sources = [randn(num_tokens, width, seed=j) for j in range(num_sources)]
-    return [1 + randn(width) / 4, randn(width, seed=50), *sources]
+    return [1 + randn(width) / 4, randn(width, seed=50) / 4, *sources]
 
 
 @pytest.mark.parametrize("impl", ["reference", "torch"])
