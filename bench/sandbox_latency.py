@@ -133,19 +133,24 @@ async def overcommit(prefix: Path, folder: Path, image: Image) -> dict[str, floa
         start = clock_ms()
         branches = await driver.restore(snapshot, NUM_OVERCOMMITTED)
         up_ms = clock_ms() - start
-        for index, branch in enumerate(branches):
-            follower = await world.follow(branch)
+        followers = [await world.follow(branch) for branch in branches]
+        for index, follower in enumerate(followers):
             await follower.ask(f"x = {index}")
+            if await follower.ask("x") != str(index):
+                raise SystemExit("the branches are not independent: no numbers")
+        answered_mb = sum(memory_kb(branch, "Private_Dirty") for branch in branches) / 1024
+        for index, follower in enumerate(followers):
             await check(follower, str(index))
         private_mb = sum(memory_kb(branch, "Private_Dirty") for branch in branches) / 1024
+        alone_mb = NUM_OVERCOMMITTED * base_mb
         return {
             "num_branches": NUM_OVERCOMMITTED,
             "all_up_ms": round(up_ms, 1),
             "base_resident_mb": round(base_mb, 1),
-            "private_dirty_mb": round(private_mb, 1),
-            "factor_against_resident": round(
-                NUM_OVERCOMMITTED * base_mb / (base_mb + private_mb), 2
-            ),
+            "private_after_answer_mb": round(answered_mb, 1),
+            "private_after_whole_check_mb": round(private_mb, 1),
+            "factor_after_answer": round(alone_mb / (base_mb + answered_mb), 2),
+            "factor_after_whole_check": round(alone_mb / (base_mb + private_mb), 2),
             "factor_against_configured": round(NUM_OVERCOMMITTED * 512 / (base_mb + private_mb), 2),
         }
     finally:
@@ -158,8 +163,9 @@ def main() -> None:
     parser.add_argument("--prefix", type=Path, default=default_prefix())
     parser.add_argument("--megabytes", type=int, nargs="+", default=[200, 20])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--drivers", nargs="+", default=["gvisor", "criu", "qemu", "qemu-boot"])
+    parser.add_argument("--drivers", nargs="*", default=["gvisor", "criu", "qemu", "qemu-boot"])
     parser.add_argument("--overcommit", action="store_true")
+    parser.add_argument("--note", default="", help="kept in the result: what else was running")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     image = Image(root=options.prefix / "image/root")
@@ -173,6 +179,7 @@ def main() -> None:
         "uid": os.geteuid(),
         "load_average_before": os.getloadavg(),
         "rounds": options.rounds,
+        "note": options.note,
         "results": [],
     }
     results: list[object] = []
