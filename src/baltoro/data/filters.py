@@ -13,6 +13,8 @@ from baltoro.data.config import FilterConfig, Rules
 _UNREADABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f\ufffd]")
 _SYMBOL = re.compile(r"[^\w\s]")
 _LETTER = re.compile(r"[^\W\d_]")
+_SAMPLE = 50_000  # characters from which shares and scores are taken
+_FENCE = re.compile(r"^ *```", re.MULTILINE)
 _WORD = re.compile(r"[^\W_]+")
 _LOG_LINE = re.compile(
     r"^\W*(\d{4}[-/]\d\d[-/]\d\d[T ]\d\d:\d\d|\d\d:\d\d:\d\d|\w{3} +\d+ \d\d:\d\d:\d\d"
@@ -42,11 +44,12 @@ def fault(text: str, rules: Rules, config: FilterConfig) -> str | None:
         return "long lines"
     if sum(map(bool, map(_LOG_LINE.match, lines))) > config.max_log_line_share * len(lines):
         return "log"
-    symbol_share = len(_SYMBOL.findall(text)) / len(text)
+    head = text[:_SAMPLE]
+    symbol_share = len(_SYMBOL.findall(head)) / len(head)
     limit = config.max_symbol_share if rules == "prose" else config.max_code_symbol_share
     if symbol_share > limit:
         return "symbols"
-    if rules == "prose" and _letter_share(text) < config.min_letter_share:
+    if rules == "prose" and _letter_share(head) < config.min_letter_share:
         return "few letters"
     if is_truncated(text):
         return "truncated"
@@ -55,10 +58,10 @@ def fault(text: str, rules: Rules, config: FilterConfig) -> str | None:
 
 def quality(text: str, rules: Rules) -> float:
     """A score from 0 to 1, the mean of whole sentences, common words and plausible density."""
-    words = _WORD.findall(text[:100_000].lower())
+    words = _WORD.findall(text[:_SAMPLE].lower())
     if not words or rules == "short":
         return 0.5 if words else 0.0
-    data = text[:100_000].encode(errors="replace")
+    data = text[:_SAMPLE].encode(errors="replace")
     ratio = len(zlib.compress(data, 1)) / len(data)
     # Plain text shrinks to 0.3 to 0.6 of its size; tables of numbers less, echoes more.
     density = max(0.0, 1.0 - abs(ratio - 0.45) / 0.35)
@@ -76,12 +79,12 @@ def quality(text: str, rules: Rules) -> float:
 def is_truncated(text: str) -> bool:
     """Whether a text stops in the middle: no end of a line, and something still open."""
     if text.endswith("\n") or text.rstrip().endswith((".", "!", "?", "```", "}", ")", "]")):
-        return text.count("```") % 2 == 1
+        return len(_FENCE.findall(text)) % 2 == 1
     tail = text[-20_000:]
     open_brackets = any(
         tail.count(opener) > tail.count(closer) for opener, closer in _CLOSER.items()
     )
-    return open_brackets or text.count("```") % 2 == 1
+    return open_brackets or len(_FENCE.findall(text)) % 2 == 1
 
 
 def _letter_share(text: str) -> float:

@@ -359,14 +359,14 @@ def held_out_of(hashes: list[bytes], share: float) -> set[bytes]:
     """The hashes of a domain that lie below `share` of all possible ones.
 
     More documents never move one from a split to the other. A domain of several documents with none
-    below gives its lowest, so that each can be evaluated.
+    below gives its lowest, so that each can be evaluated, and a single document is trained on.
     """
+    if len(hashes) < 2:
+        return set()
     found = {key for key in hashes if int.from_bytes(key[:8], "big") < share * 2.0**64}
-    if len(hashes) > 1:
-        found = found or {min(hashes)}
-        if len(found) == len(hashes):
-            found.remove(max(found))
-    return found
+    if len(found) == len(hashes):
+        found.remove(max(found))
+    return found or {min(hashes)}
 
 
 def _make(made: MadeConfig, seed: int) -> Iterator[Document]:

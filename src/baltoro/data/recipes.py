@@ -74,11 +74,14 @@ def machine(vocab_size: int = 32_768) -> BuildConfig:
     )
 
 
-def recipe(name: str) -> BuildConfig:
-    """The recipe called `name`; raises `ValueError` with the nearest name otherwise."""
+def recipe(name: str, vocab_size: int | None) -> BuildConfig:
+    """The recipe called `name`, with its own vocabulary size or another.
+
+    Raises `ValueError` with the nearest name for one that is unknown.
+    """
     if name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; {nearest(name, RECIPES)}")
-    return RECIPES[name]()
+    return RECIPES[name]() if vocab_size is None else RECIPES[name](vocab_size)
 
 
 def _corpus(
@@ -190,4 +193,4 @@ def _local_pictures() -> tuple[FilesConfig, ...]:
     )
 
 
-RECIPES: Mapping[str, Callable[[], BuildConfig]] = {"tiny": tiny, "machine": machine}
+RECIPES: Mapping[str, Callable[..., BuildConfig]] = {"tiny": tiny, "machine": machine}
