@@ -130,6 +130,22 @@ def test_inference_and_training_give_the_same_bits(scheme: Op) -> None:
 
 
 @every_scheme
+@pytest.mark.parametrize("gate", ["bound", "mixed"])
+def test_gradients_have_room_for_a_loss_scaled_by_two_to_the_sixtieth(
+    scheme: Op, gate: Gate
+) -> None:
+    batch = kda_inputs([70], gate=gate, dtype=torch.float32)
+
+    def run(scale: float) -> list[torch.Tensor]:
+        leaves = batch.map(lambda x: x.detach().requires_grad_())
+        loss = scheme(leaves)[0].square().sum() * scale
+        return list(torch.autograd.grad(loss, list(leaves.floats.values())))
+
+    for plain, scaled in zip(run(1.0), run(2.0**60), strict=True):
+        assert relative_error(scaled * 2.0**-60, plain.double()) < 1e-6
+
+
+@every_scheme
 def test_no_fresh_memory_is_read_before_it_is_written(scheme: Op) -> None:
     batch = kda_inputs([70, 0, 3], dtype=torch.float32)
     clean = outcome(scheme, batch)
