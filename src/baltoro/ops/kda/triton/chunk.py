@@ -5,11 +5,11 @@ from triton.runtime import JITFunction
 
 from ...impl import ImplError
 from .launch import (
+    SM90_DIMS,
     Gate,
     InputGradients,
     Saved,
     input_gradients,
-    is_for_hopper,
     outputs,
     run_backward,
     run_forward,
@@ -146,22 +146,26 @@ def _run(
     return o, final_state
 
 
+def _name(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
 def _refuse_unserved(q: torch.Tensor, v: torch.Tensor) -> None:
     """Raise `ImplError` for tensors that no kernel here serves."""
     where = "chunk_kda: impl='triton' "
     if q.dtype not in (torch.bfloat16, torch.float32):
-        raise ImplError(f"{where}serves bfloat16 and float32, not {q.dtype}")
+        raise ImplError(f"{where}serves bfloat16 and float32, not {_name(q)}")
+    dims = SM90_DIMS if q.dtype == torch.bfloat16 else DIMS
     for name, dim in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if dim not in DIMS:
-            raise ImplError(f"{where}serves head dims {DIMS}, not {name}={dim}")
+        if dim not in dims:
+            raise ImplError(f"{where}serves {_name(q)} with head dims {dims}, not {name}={dim}")
     if q.device.type == "cuda":
-        if is_for_hopper(q.dtype, q.shape[-1], v.shape[-1]):
-            capability = torch.cuda.get_device_capability(q.device)
-            if capability != (9, 0):
-                raise ImplError(
-                    f"{where}serves bfloat16 on Hopper (compute capability 9.0); this device has "
-                    f"{capability[0]}.{capability[1]}"
-                )
+        capability = torch.cuda.get_device_capability(q.device)
+        if q.dtype == torch.bfloat16 and capability != (9, 0):
+            raise ImplError(
+                f"{where}serves bfloat16 on Hopper (compute capability 9.0); this device has "
+                f"{capability[0]}.{capability[1]}"
+            )
     elif isinstance(table_kernel, JITFunction):
         raise ImplError(f"{where}needs tensors on a CUDA device, not on {q.device}")
 

@@ -2,7 +2,7 @@
 
 Nothing here looks at the data: the number of chunks is bounded from T and N, so the launches can be
 captured in a CUDA graph and replayed for any packing of the same T and N. Two sets of kernels serve
-the same calls: those for Hopper (bf16, head dims of 64 and 128) and portable ones for the rest.
+the same calls: for bf16 on Hopper, and portable ones for fp32, which are there to be exact.
 """
 
 from typing import NamedTuple
@@ -69,11 +69,6 @@ def num_chunks(num_tokens: int, num_sequences: int) -> int:
     return (num_tokens + num_sequences * (C - 1)) // C
 
 
-def is_for_hopper(dtype: torch.dtype, key_dim: int, value_dim: int) -> bool:
-    """Whether the Hopper kernels serve these tensors."""
-    return dtype == torch.bfloat16 and key_dim in SM90_DIMS and value_dim in SM90_DIMS
-
-
 def outputs(
     q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, normalize: bool, is_kept: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
@@ -123,11 +118,6 @@ def input_gradients(
     )
 
 
-def _precision(dtype: torch.dtype) -> str:
-    """Precision of the portable kernels' products; it matters to fp32 alone."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
 def run_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -148,7 +138,7 @@ def run_forward(
     table_kernel[(max(M, 1),)](
         cu_seqlens, saved.table, saved.offsets, N, M, PADDED=triton.next_power_of_2(N), num_warps=1
     )
-    is_sm90 = is_for_hopper(q.dtype, K, V)
+    is_sm90 = q.dtype == torch.bfloat16
     scale = K**-0.5 if gate.normalize else 1.0
     prep_arguments = (
         q, k, g, beta, gate.a_log, gate.dt_bias, saved.table, *saved[:8],
@@ -162,7 +152,7 @@ def run_forward(
     elif M > 0:
         prep_kernel[(H, M)](
             *prep_arguments, K=K, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
-            PRECISION=_precision(q.dtype), num_warps=8, num_stages=1,
+            PRECISION="tf32x3", num_warps=8, num_stages=1,
         )  # fmt: skip
     scan_arguments = (
         *saved[:7], v, initial_state, saved.offsets, cu_seqlens, o, saved.v_new, saved.states,
@@ -177,7 +167,7 @@ def run_forward(
         columns = min(V, PORTABLE_COLUMNS)
         forward_scan_kernel[(H * V // columns, N)](
             *scan_arguments, K=K, V=V, BV=columns, HAS_INITIAL=has_initial, IS_KEPT=is_kept,
-            PRECISION=_precision(q.dtype), num_warps=4,
+            PRECISION="tf32x3", num_warps=4,
         )  # fmt: skip
     return o, final_state, saved
 
@@ -200,7 +190,7 @@ def run_backward(
     V = v.shape[-1]
     N = cu_seqlens.shape[0] - 1
     M = saved.table.shape[0]
-    is_sm90 = is_for_hopper(q.dtype, K, V)
+    is_sm90 = q.dtype == torch.bfloat16
     from_logits = gate.a_log is not None
     grads = input_gradients(q, k, v, g, beta, N, from_logits)
     d_states = torch.empty_like(saved.states)
@@ -217,7 +207,7 @@ def run_backward(
         columns = min(V, PORTABLE_COLUMNS)
         reverse_scan_kernel[(H * V // columns, N)](
             *scan_arguments, K=K, V=V, BV=columns, HAS_FINAL=has_final,
-            PRECISION=_precision(q.dtype), num_warps=4,
+            PRECISION="tf32x3", num_warps=4,
         )  # fmt: skip
     parts = q.new_empty(2, M if from_logits else 0, H, K, dtype=torch.float32)
     arguments = (
@@ -234,7 +224,7 @@ def run_backward(
         columns = min(K, PORTABLE_COLUMNS)
         gradients_kernel[(H * K // columns, M)](
             *arguments, K=K, V=V, BK=columns, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
-            PRECISION=_precision(q.dtype), num_warps=8, num_stages=1,
+            PRECISION="tf32x3", num_warps=8, num_stages=1,
         )  # fmt: skip
     if from_logits:
         d_bias_HK, d_rate_HK = parts.sum(1)
