@@ -98,6 +98,16 @@ def test_no_tensor_comes_near_all_logits(monkeypatch, dtype):
     assert seen.largest() < num_tokens * vocab_size // 16
 
 
+def test_a_frozen_head_costs_no_gradient_of_its_size():
+    hidden, weight, targets = randn(20, 8).requires_grad_(), randn(300, 8), some_targets(20, 300)
+    with Allocations() as seen:
+        loss = loss_of("torch", targets, hidden, weight)
+        (d_hidden,) = torch.autograd.grad(loss.sum(), hidden)
+    expected = torch.autograd.grad(loss_of("reference", targets, hidden, weight).sum(), hidden)
+    torch.testing.assert_close(d_hidden, *expected)
+    assert (300, 8) not in seen.shapes
+
+
 def test_a_token_tile_is_bounded_too(monkeypatch):
     monkeypatch.setattr(dense, "_TILE_TOKENS", 64)
     monkeypatch.setattr(dense, "_TILE_BYTES", 64 * 8 * 4)

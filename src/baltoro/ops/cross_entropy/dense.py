@@ -21,7 +21,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def _ranges(total: int, step: int) -> Iterator[slice]:
-    for start in range(0, total, step):
+    """Cut `total` into ranges; one empty range if it is 0."""
+    for start in range(0, max(1, total), step):
         yield slice(start, min(start + step, total))
 
 
@@ -63,17 +64,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, lse = ctx.saved_tensors
         d_hidden = torch.zeros(hidden.shape, dtype=lse.dtype, device=hidden.device)
-        d_weight = torch.empty_like(weight)
+        d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         vocab_ranges, token_ranges = _tiles(hidden, weight)
         for vocab in vocab_ranges:
-            d_stretch = torch.zeros_like(weight[vocab], dtype=lse.dtype)
+            d_stretch = None
             for rows in token_ranges:
-                d_logits = torch.mm(hidden[rows], weight[vocab].T).to(lse.dtype)
-                d_logits.sub_(lse[rows].unsqueeze(1)).exp_()
+                probs = torch.mm(hidden[rows], weight[vocab].T).to(lse.dtype)
+                probs.sub_(lse[rows].unsqueeze(1)).exp_()
                 inside, column = _target_column(targets[rows], vocab)
-                d_logits.scatter_add_(1, column, -inside.to(lse.dtype).unsqueeze(1))
-                d_tile = d_logits.mul_(d_loss[rows].unsqueeze(1)).to(hidden.dtype)
-                d_hidden[rows] += torch.mm(d_tile, weight[vocab])
-                d_stretch += torch.mm(d_tile.T, hidden[rows])
-            d_weight[vocab] = d_stretch
+                probs.scatter_add_(1, column, -inside.to(lse.dtype).unsqueeze(1))
+                d_logits = probs.mul_(d_loss[rows].unsqueeze(1)).to(hidden.dtype)
+                d_hidden[rows] += torch.mm(d_logits, weight[vocab])
+                if d_weight is not None:
+                    part = torch.mm(d_logits.T, hidden[rows]).to(lse.dtype)
+                    d_stretch = part if d_stretch is None else d_stretch.add_(part)
+            if d_weight is not None and d_stretch is not None:
+                d_weight[vocab] = d_stretch
         return d_hidden.to(hidden.dtype), d_weight, None
