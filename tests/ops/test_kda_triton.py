@@ -182,8 +182,8 @@ def test_other_head_dims(key_dim, value_dim):
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (16, 128)])
 def test_fp32_is_nearly_exact(key_dim, value_dim, gate):
     batch = bf16_inputs(key_dim=key_dim, value_dim=value_dim, gate=gate, dtype=torch.float32)
-    # exponents up to 462 are held in fp32, and ex2 is good to two units of its last place
-    assert_within_budget(kda("triton"), kda("reference"), batch, device="cuda", rounding_steps=60)
+    # two factors 2^x with x up to 223 held in fp32 are each good to 9e-6
+    assert_within_budget(kda("triton"), kda("reference"), batch, device="cuda", rounding_steps=600)
 
 
 @gpu
@@ -273,6 +273,7 @@ def test_a_cuda_graph_replays_on_another_packing():
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.11
 def test_it_compiles_into_one_graph_with_its_backward():
     batch = raw_inputs([100, 28], torch.bfloat16, 0.0).to("cuda")
     names = ("q", "k", "v", "decay_logits", "beta_logits")
