@@ -207,6 +207,16 @@ def test_endless_output_is_cut_and_named(tmp_path):
     run_with_sandbox(tmp_path, body, Limits(max_output_bytes=100_000))
 
 
+def test_output_that_nobody_reads_does_not_keep_a_killed_command(tmp_path):
+    async def body(driver, sandbox):
+        process = await sandbox.start(sh("yes"))
+        await asyncio.sleep(0.3)  # until every buffer between it and us is full
+        await asyncio.wait_for(process.end(), 10)
+        assert process.exit_code == 137
+
+    run_with_sandbox(tmp_path, body)
+
+
 def test_a_missing_program_is_an_image_error(tmp_path):
     async def body(driver, sandbox):
         with pytest.raises(ImageError, match="no-such-shell"):

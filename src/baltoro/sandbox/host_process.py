@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from baltoro.sandbox.protocol import Command, ExecResult, LimitError, Output
 
 PIECE_BYTES = 65536
+EXIT_POLL_S = 0.005
 
 
 class HostProcess:
@@ -50,7 +51,7 @@ class HostProcess:
                     f"command {self.id}: still running after timeout_s={timeout_s}; killed"
                 ) from None
             if piece is None:
-                self.exit_code = _shell_code(await self.child.wait())
+                self.exit_code = _shell_code(await self._exit())
                 return
             self.room_bytes -= len(piece.data)
             if self.room_bytes < 0:
@@ -101,7 +102,7 @@ class HostProcess:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.exit_code = self.exit_code if self.exit_code is not None else 137
-        await self.child.wait()
+        await self._exit()
         if self.child.stdin is not None:
             self.child.stdin.close()
         transport = getattr(self.child, "_transport", None)
@@ -127,9 +128,19 @@ class HostProcess:
 
     async def _finish(self) -> None:
         """End the stream with the command; a daemon holding its pipes gets 50 ms, no more."""
-        await self.child.wait()
+        await self._exit()
         await asyncio.wait(self._tasks[:-1], timeout=0.05)
         await self._queue.put(None)
+
+    async def _exit(self) -> int:
+        """The program's own end.
+
+        asyncio's `wait` also waits for the pipes, which a daemon or a full buffer can hold open for
+        ever.
+        """
+        while self.child.returncode is None:
+            await asyncio.sleep(EXIT_POLL_S)
+        return self.child.returncode
 
 
 def _shell_code(code: int) -> int:
