@@ -27,6 +27,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "chat": ("baltoro.serve.chat:chat", "talk with a model in the terminal"),
     "convert": ("baltoro.checkpoint.convert:convert", "write a checkpoint in another format"),
     "train": ("baltoro.recipes.pretrain:train", "pretrain a model of a size on a data folder"),
+    "report": ("baltoro.train.report:report", "what a run did, as one HTML page"),
     "recipes": ("baltoro.recipes.pretrain:recipes", "what each size of the ladder fixes"),
     "fixture": ("baltoro.checkpoint.fixture:fixture", "a tiny random checkpoint for tests"),
 }

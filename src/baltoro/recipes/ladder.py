@@ -40,17 +40,17 @@ class Rung:
 LADDER: dict[str, Rung] = {
     "nano": Rung(
         preset="nano",
-        num_tokens=1_228_800,
-        seq_len=4096,
-        max_microbatch=4096,
+        num_tokens=614_400,
+        seq_len=2048,
+        max_microbatch=2048,
         num_mtp_layers=0,
-        why="minutes on two cores: 300 steps, some epochs of the shipped corpus, no MTP layer",
+        why="minutes on two cores: 300 steps, two epochs of the shipped corpus, no MTP layer",
     ),
     "mini": Rung(
         preset="mini",
         num_tokens=300_000_000,
         seq_len=8192,
-        max_microbatch=16384,
+        max_microbatch=8192,
         num_mtp_layers=1,
         why="twenty tokens per active parameter",
     ),

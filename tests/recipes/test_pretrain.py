@@ -1,0 +1,136 @@
+"""`baltoro train` on a small data folder, from tokens to a checkpoint one can load."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from data.small import small_config, write_sources
+from rich.console import Console
+
+from baltoro.checkpoint.load import load
+from baltoro.cli import main, split_overrides
+from baltoro.config import to_dict
+from baltoro.data.build import build
+from baltoro.recipes import pretrain as recipe
+from baltoro.recipes.pretrain import check_memory, pretrain_config, summary
+from baltoro.train import forecast
+from baltoro.train.metrics import read_metrics
+from baltoro.train.pretrain import differences, stage_starts
+from baltoro.train.report import report
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("pretrain")
+    write_sources(root / "sources")
+    build(small_config(root / "sources"), root / "built", report=lambda line: None)
+    return root / "built"
+
+
+SMALL = {
+    "model.vocab_size": 300,
+    "model.pad_token_id": 299,
+    "model.vision.placeholder_token_id": None,  # set by `arguments`, from the data's tokenizer
+    "model.hidden_size": 32,
+    "model.intermediate_size": 48,
+    "model.mixers": ["kda", "mla"],
+    "model.max_seq_len": 512,
+    "data.tokens_per_step": 1024,
+    "data.stages": [{"seq_len": 256, "fraction": 0.5}, {"seq_len": 512, "fraction": 0.5}],
+    "schedule.num_steps": 4,
+    "run.eval_every": 2,
+    "run.num_eval_batches": 1,
+    "run.num_sample_tokens": 4,
+}
+
+
+def arguments(data: Path, out: Path, **changes: object) -> list[str]:
+    tokenizer = recipe_tokenizer(data)
+    values = SMALL | {"model.vision.placeholder_token_id": tokenizer.media_pad_id}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    args = ["train", "nano", "--data", str(data), "--out", str(out), "--device", "cpu"]
+    for path, value in values.items():
+        args += [f"--{path}", json.dumps(value)]
+    return args
+
+
+def recipe_tokenizer(data: Path):
+    from baltoro.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(data / "tokenizer")
+
+
+def test_a_run_goes_from_tokens_to_a_checkpoint_and_a_page(data, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(arguments(data, out)) == 0
+    printed = capsys.readouterr().out
+    for text in ("memory:", "time: about", "bits per byte", "schedule.num_steps: 4"):
+        assert text in printed
+    model = load(out / "latest")
+    assert model.tokenizer is not None and model.config.vocab_size == 300
+    entries = list(read_metrics(out / "metrics.jsonl"))
+    kinds = [entry["kind"] for entry in entries]
+    assert kinds.count("eval") == 2 and kinds.count("baseline") == 1
+    assert {"prose", "maths", "pictures"} & entries[-1].keys() or "sample" in kinds
+    report(out)
+    assert (out / "report.html").stat().st_size > 1000
+    # a second call finds the run at its end, a third with another rate is refused
+    assert main(arguments(data, out)) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert main(arguments(data, out, schedule__peak=0.5)) == 2
+    assert "schedule.peak" in capsys.readouterr().err
+    assert main([*arguments(data, out), "--no-resume"]) == 2
+    assert "--no-resume" in capsys.readouterr().err
+
+
+def test_a_vocabulary_that_does_not_match_is_refused(data, tmp_path, capsys):
+    args = arguments(data, tmp_path / "run", model__vocab_size=400, model__pad_token_id=1)
+    assert main(args) == 2
+    assert "vocab_size=400" in capsys.readouterr().err
+
+
+def test_an_unknown_path_or_a_missing_value_is_refused(data, tmp_path, capsys):
+    assert main([*arguments(data, tmp_path), "--schedule.peek", "1"]) == 2
+    assert "schedule.peak" in capsys.readouterr().err
+    assert main([*arguments(data, tmp_path), "--schedule.peak"]) == 2
+    assert "needs a value" in capsys.readouterr().err
+
+
+def test_options_with_a_dot_are_paths():
+    rest, overrides = split_overrides(
+        ["nano", "--a.b", "1e-3", "--out", "x.y", "--c.d=text", "--e.f", "true"]
+    )
+    assert rest == ["nano", "--out", "x.y"]
+    assert overrides == {"a.b": 1e-3, "c.d": "text", "e.f": True}
+    with pytest.raises(ValueError, match="twice"):
+        split_overrides(["--a.b", "1", "--a.b", "2"])
+
+
+def test_memory_that_will_not_do_is_refused_with_a_smaller_size(monkeypatch, capsys):
+    config = pretrain_config("mini")
+    needed = forecast.state_bytes(pretrain_config("nano").model, "float32")
+    monkeypatch.setattr(forecast, "available_bytes", lambda device: 12 * needed)
+    with pytest.raises(ValueError, match=r"mini will not fit; train nano"):
+        check_memory(config, torch.device("cpu"), "mini", Console())
+
+
+def test_the_configuration_is_printed_by_path():
+    text = summary(pretrain_config("nano"), torch.device("cpu"))
+    assert "step.mtp_loss_weight: 0.3" in text and "model.kda.num_heads: 4" in text
+
+
+def test_every_configuration_survives_json():
+    config = pretrain_config("small", is_gpu=True)
+    assert recipe.plain.from_dict(type(config), json.loads(json.dumps(to_dict(config)))) == config
+
+
+def test_differences_are_named_by_path():
+    first, second = {"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3}, "d": [1], "e": 0}
+    assert differences(first, second) == ["a.c", "e"]
+
+
+def test_stages_begin_where_their_shares_of_the_steps_say():
+    config = pretrain_config("small")
+    assert stage_starts(config.data, 100) == [(0, 512), (60, 4096), (80, 16384), (92, 65536)]
+    assert stage_starts(config.data, 2) == [(0, 512), (1, 4096)]

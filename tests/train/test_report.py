@@ -1,0 +1,124 @@
+"""The page of a run: whole, self-contained, and true to the log."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from baltoro import config as plain
+from baltoro.recipes.pretrain import pretrain_config
+from baltoro.train.metrics import MetricsLog
+from baltoro.train.report import read_run, render, report
+from baltoro.train.svg import heat_map, line_chart
+
+
+def write_run(path):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(plain.to_dict(pretrain_config("nano"))))
+    (path / "card.md").write_text("# Data card\n<b>raw</b>")
+    with MetricsLog(path / "metrics.jsonl") as log:
+        log.write("baseline", 0, {"bits_per_byte": 3.5, "by_domain": {}})
+        for step in (1, 2, 3):
+            numbers = {
+                "train/loss": 6.0 - step,
+                "train/grad_norm": 1.0,
+                "train/lr": 1e-3,
+                "train/total_tokens": 10.0 * step,
+                "train/total_seconds": 61.0,
+                "train/speed_tokens_per_second": 1234.0,
+                "train/model_flops_utilisation": 0.25,
+                "router/max_vio": 0.5,
+                "attention/max_logit": float("nan") if step == 2 else 3.0,
+            }
+            log.write("step", step, numbers)
+        log.write(
+            "inspect",
+            3,
+            {
+                "loads": {"layers.1": [0, 30, 10]},
+                "bias_drift": {"layers.1": 0.01},
+                "max_logits": {"layers.3.self_attn": [1.0, 2.0]},
+            },
+        )
+        log.write("eval", 3, {"bits_per_byte": 2.25, "by_domain": {"prose": 2.25}})
+        log.write(
+            "probe",
+            3,
+            {
+                "kda/half_life": {"layers.0.self_attn": [[1.0, 2.0, 3.0]]},
+                "attn_res/weights": {"layers.1.mlp": [0.75, 0.25]},
+                "rms/partial_sum": {"layers.0": 1.0, "layers.1": 2.0},
+                "situ/saturated": {"layers.0.mlp": 0.125},
+            },
+        )
+        log.write("sample", 3, {"prompt": "The ", "text": "<script>alert(1)</script>"})
+        log.write("alarm", 2, {"name": "loss_spike", "where": "", "message": "loss 9 where 3"})
+
+
+class Tags(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.names, self.open, self.links = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+        if tag not in ("meta", "rect", "line"):
+            self.open.append(tag)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_startendtag(self, tag, attrs):
+        self.names.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in ("rect", "line"):
+            assert self.open.pop() == tag
+
+
+def test_the_page_shows_what_the_log_says_and_needs_nothing_else(tmp_path):
+    write_run(tmp_path / "run")
+    report(tmp_path / "run")
+    page = (tmp_path / "run" / "report.html").read_text()
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == [] and tags.links == []
+    assert "script" not in tags.names
+    assert not re.search(r"https?://", page)
+    for text in ("2.2500 bits per byte", "3.5000 bits per byte", "loss_spike", "1 min 01 s"):
+        assert text in page
+    assert "&lt;script&gt;" in page and "&lt;b&gt;raw" in page
+    assert "layers.1 [0]: 0" in page and "12.500%" in page and "1,234 tokens/s" in page
+
+
+def test_a_run_that_only_began_has_a_page_too(tmp_path):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "card.md").unlink()
+    page = render(read_run(tmp_path / "run"))
+    assert "nothing was recorded" in page and "no data card" in page
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.json"):
+        read_run(tmp_path)
+
+
+def test_points_that_cannot_be_drawn_are_left_out():
+    chart = line_chart({"a": [(1, 1.0), (2, float("nan")), (3, 2.0)]}, label="x")
+    (points,) = re.findall(r'points="([^"]*)"', chart)
+    assert len(points.split()) == 2
+    logarithmic = line_chart({"a": [(1, 0.0), (2, 1.0), (3, 100.0)]}, label="x", is_log=True)
+    (points,) = re.findall(r'points="([^"]*)"', logarithmic)
+    assert len(points.split()) == 2
+
+
+def test_a_long_line_is_thinned_and_keeps_its_end():
+    chart = line_chart({"a": [(step, float(step)) for step in range(5001)]}, label="x")
+    (points,) = re.findall(r'points="([^"]*)"', chart)
+    assert len(points.split()) <= 602
+    assert points.split()[-1] == "628.0,10.0"
+
+
+def test_an_expert_without_tokens_is_red():
+    assert 'fill="#dc2626"' in heat_map({"a": [0.0]}, label="x", high=1.0, marks_zero=True)
+    assert 'fill="#dc2626"' not in heat_map({"a": [0.0]}, label="x", high=1.0)
