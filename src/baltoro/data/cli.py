@@ -20,7 +20,7 @@ def data(
     """Data for training, from text and pictures on this machine.
 
     Args:
-        action: `build` a recipe (`tiny`: what comes with baltoro, seconds; `machine`: all that this
+        action: `build` a recipe (`tiny`: what comes with baltoro, seconds; `machine`: what this
             machine has, minutes), or go on with a build that was stopped; `check` every file of a
             data folder; `show` its card.
         target: the recipe to build, or the folder.

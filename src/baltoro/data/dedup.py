@@ -1,7 +1,8 @@
 """One of each: exact by hash, fuzzy by MinHash (datasketch), pictures by perceptual hash.
 
 A text is the set of its word n-grams; two texts count as one if their estimated Jaccard similarity
-passes the threshold. Of two that count as one, the first stays. Pictures are compared only with
+passes the threshold; of long ones, only their beginnings. Of two that count as one, the first
+stays. Pictures are compared only with
 one another, and only where a document is a single picture with its caption.
 """
 
@@ -15,6 +16,7 @@ from baltoro.data.config import DedupConfig
 from baltoro.data.document import Document
 from baltoro.text.pictures import open_picture
 
+_SAMPLE = 100_000  # characters of a text that are compared
 _WORD = re.compile(r"\w+")
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -28,7 +30,8 @@ class Deduplicator:
         self._hashes: set[bytes] = set()
         self._picture_hashes: list[np.uint64] = []
         if config is not None:
-            self._minhash, self._lsh, self._phash = _packages(config)
+            self._empty, self._lsh, self._phash = _packages(config)
+            self._word_hashes = _WordHashes()
 
     def fault(self, document: Document, is_made: bool) -> str | None:
         """Why a document is left out, or None, and then it is remembered.
@@ -50,10 +53,12 @@ class Deduplicator:
 
     def _is_known_text(self, document: Document) -> bool:
         assert self._config is not None
-        ngrams = _ngram_hashes(document.text, self._config.ngram)
+        words = _WORD.findall(document.text[:_SAMPLE].lower())
+        hashes = np.array([self._word_hashes[word] for word in words], dtype=np.uint64)
+        ngrams = _ngrams(hashes, self._config.ngram)
         if not len(ngrams):
             return False
-        minhash = self._minhash(num_perm=self._config.num_hashes, hashfunc=int)
+        minhash = self._empty.copy()
         minhash.update_batch(ngrams.tolist())
         if self._lsh.query(minhash):
             return True
@@ -81,14 +86,20 @@ def _packages(config: DedupConfig) -> tuple[Any, Any, Any]:
             "set dedup=None for exact deduplication alone"
         ) from error
     lsh = datasketch.MinHashLSH(threshold=config.threshold, num_perm=config.num_hashes)
-    return datasketch.MinHash, lsh, imagehash.phash
+    empty = datasketch.MinHash(num_perm=config.num_hashes, hashfunc=int)
+    return empty, lsh, imagehash.phash
 
 
-def _ngram_hashes(text: str, size: int) -> np.ndarray:
+class _WordHashes(dict[str, int]):
+    """32-bit hashes of words, each computed once."""
+
+    def __missing__(self, word: str) -> int:
+        self[word] = value = zlib.crc32(word.encode())
+        return value
+
+
+def _ngrams(words: np.ndarray, size: int) -> np.ndarray:
     """Distinct 32-bit hashes of the words in runs of `size`, uint64; empty for a shorter text."""
-    words = np.array(
-        [zlib.crc32(word.encode()) for word in _WORD.findall(text.lower())], dtype=np.uint64
-    )
     if len(words) < size:
         return words[:0]
     total = np.zeros(len(words) - size + 1, dtype=np.uint64)

@@ -75,8 +75,7 @@ class Phases:
             if _beside(source, ".json").is_file():
                 continue
             if source.is_made:
-                documents = list(_make(made[source.name], self._config.seed))
-                self._keep(source, documents, Counter(), note=None)
+                self._make(source, made[source.name])
             else:
                 self._collect_files(source, files[source.name])
 
@@ -193,6 +192,16 @@ class Phases:
 
     def _write(self, path: Path, content: object) -> None:
         write_atomically(path, [json.dumps(content).encode()], self._open_file)
+
+    def _make(self, source: _Source, made: MadeConfig) -> None:
+        progress = Progress(self._report, f"make {source.name}", made.num_documents)
+        make = exercises.documents if made.kind == "exercises" else drawn.documents
+        documents = []
+        for document in make(made, self._config.seed):
+            documents.append(document)
+            progress.add(1)
+        self._keep(source, documents, Counter(), note=None)
+        progress.end(f"{len(documents):,} documents")
 
     def _collect_files(self, source: _Source, files: FilesConfig) -> None:
         dropped: Counter[str] = Counter()
@@ -367,12 +376,6 @@ def held_out_of(hashes: list[bytes], share: float) -> set[bytes]:
     if len(found) == len(hashes):
         found.remove(max(found))
     return found or {min(hashes)}
-
-
-def _make(made: MadeConfig, seed: int) -> Iterator[Document]:
-    if made.kind == "exercises":
-        return exercises.documents(made, seed)
-    return drawn.documents(made, seed)
 
 
 def _beside(source: _Source, suffix: str) -> Path:

@@ -52,13 +52,16 @@ def tiny(vocab_size: int = 512) -> BuildConfig:
     )
 
 
-def machine(vocab_size: int = 32_768) -> BuildConfig:
-    """`tiny`'s sources and all that this machine has; minutes. Needs the extra `data`."""
+def machine(vocab_size: int = 32_768, max_bytes: int = 60_000_000) -> BuildConfig:
+    """`tiny`'s sources and what this machine has; minutes. Needs the extra `data`.
+
+    max_bytes: text to take from each source, so that none drowns the others.
+    """
     shipped = tiny()
     return BuildConfig(
         name="machine",
         seed=0,
-        files=(*shipped.files, *_local_text(), *_local_pictures()),
+        files=(*shipped.files, *_local_text(max_bytes), *_local_pictures()),
         made=(
             MadeConfig(name="exercises", domain="maths", kind="exercises", num_documents=6_000),
             *_drawn(rendered_text=3_000, chart=1_500, shapes=1_500, fonts=(_SHARE / "fonts",)),
@@ -115,7 +118,7 @@ def _drawn(
     )
 
 
-def _local_text() -> tuple[FilesConfig, ...]:
+def _local_text(max_bytes: int) -> tuple[FilesConfig, ...]:
     python = sysconfig.get_paths()
     libraries = tuple(dict.fromkeys((Path(python["stdlib"]), Path(python["purelib"]))))
     folders = (Path(python["purelib"]), _SHARE / "doc")
@@ -129,6 +132,7 @@ def _local_text() -> tuple[FilesConfig, ...]:
             suffixes=(".txt", ".md", ".rst", ".html"),
             excludes=(*_CHANGELOGS, "copyright*", "RECORD", "top_level.txt", "entry_points.txt"),
             is_optional=True,
+            max_bytes=max_bytes,
         ),
         FilesConfig(
             name="manual pages",
@@ -137,6 +141,7 @@ def _local_text() -> tuple[FilesConfig, ...]:
             roots=tuple(_SHARE / "man" / f"man{section}" for section in range(1, 9)),
             suffixes=(".man",),
             is_optional=True,
+            max_bytes=max_bytes,
         ),
         FilesConfig(
             name="python sources",
@@ -147,6 +152,7 @@ def _local_text() -> tuple[FilesConfig, ...]:
             excludes=("idle_test", "lib2to3", "__pycache__"),
             rules="code",
             is_optional=True,
+            max_bytes=max_bytes,
         ),
         FilesConfig(
             name="other sources",
@@ -156,6 +162,7 @@ def _local_text() -> tuple[FilesConfig, ...]:
             suffixes=_CODE,
             rules="code",
             is_optional=True,
+            max_bytes=max_bytes,
         ),
         FilesConfig(
             name="licences",
@@ -164,6 +171,7 @@ def _local_text() -> tuple[FilesConfig, ...]:
             roots=(_SHARE / "common-licenses",),
             suffixes=("", ".0", ".1", ".2", ".3"),
             is_optional=True,
+            max_bytes=max_bytes,
         ),
         FilesConfig(
             name="dictionaries",
@@ -173,6 +181,7 @@ def _local_text() -> tuple[FilesConfig, ...]:
             suffixes=(".tab", ""),
             rules="short",
             is_optional=True,
+            max_bytes=max_bytes,
         ),
     )
 
