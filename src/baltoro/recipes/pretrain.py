@@ -46,7 +46,7 @@ def pretrain_config(
     batch = ladder.tokens_per_step(num_active, horizon, rung.seq_len)
     peak = ladder.peak_learning_rate(num_active, horizon)
     num_steps = max(1, round(horizon / batch))
-    look_up = max(1, num_steps // 10)
+    look_up = max(1, num_steps // 6)
     return PretrainConfig(
         name=f"pretrain-{size}",
         seed=0,

@@ -53,7 +53,7 @@ class RunConfig:
     save_every: int = 100
     keep_last: int = 2  # checkpoints; the best is kept beside them
     max_bad_steps: int = 10  # in a row, loss or gradient not finite, before the run stops
-    num_eval_batches: int = 8  # held-out microbatches per evaluation
+    num_eval_batches: int = 16  # held-out microbatches per evaluation
     num_sample_tokens: int = 64
 
     def __post_init__(self) -> None:
