@@ -158,6 +158,12 @@ async def overcommit(prefix: Path, folder: Path, image: Image) -> dict[str, floa
         store.close()
 
 
+def save(report: dict[str, object], path: Path | None) -> None:
+    """After every row: a run that is cut short keeps what it has."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prefix", type=Path, default=default_prefix())
@@ -183,6 +189,7 @@ def main() -> None:
         "results": [],
     }
     results: list[object] = []
+    report["results"] = results
     for name in options.drivers:
         for megabytes in options.megabytes:
             with tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as folder:
@@ -198,14 +205,13 @@ def main() -> None:
             row = {"driver": name, "megabytes": megabytes, "load": round(os.getloadavg()[0], 1)}
             results.append({**row, "p50_ms": rounds.medians(), "best_ms": rounds.best()})
             print(json.dumps(results[-1]), flush=True)
-    report["results"] = results
+            save(report, options.out)
     if options.overcommit:
         with tempfile.TemporaryDirectory(prefix="bench-", dir="/dev/shm") as folder:
             report["overcommit"] = asyncio.run(overcommit(options.prefix, Path(folder), image))
             print(json.dumps(report["overcommit"]))
     report["load_average_after"] = os.getloadavg()
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+    save(report, options.out)
 
 
 if __name__ == "__main__":

@@ -293,6 +293,7 @@ def test_a_keeper_killed_anywhere_loses_nothing_committed_and_leaves_nothing(tmp
     before = contract.leftovers()
     rng = random.Random(5)
     committed: set[str] = set()
+    ever: set[str] = set()
     for point in range(25):
         process = subprocess.Popen(
             [sys.executable, "-c", DOOMED, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -306,6 +307,7 @@ def test_a_keeper_killed_anywhere_loses_nothing_committed_and_leaves_nothing(tmp
             verb, name = line.split()
             if verb == "committed":
                 committed.add(name)
+                ever.add(name)
             else:
                 committed.discard(name)
         process.stdout.close()
@@ -317,7 +319,8 @@ def test_a_keeper_killed_anywhere_loses_nothing_committed_and_leaves_nothing(tmp
         keeper = Keeper(driver, store, tmp_path / "journal", POLICY)
         for name in await keeper.adopt():
             async with keeper.use(name) as sandbox:
-                assert await sandbox.read("/work/name") == name.encode()
+                # A branch that outlived the keeper holds its origin's name.
+                assert (await sandbox.read("/work/name")).decode() in ever
             await keeper.destroy(name)
         await driver.close()
         store.close()
