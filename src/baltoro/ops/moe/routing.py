@@ -40,20 +40,23 @@ def route(
         scores = torch.sigmoid(router_logits)
     else:
         scores = torch.softmax(router_logits, dim=-1)
-    with torch.no_grad():
-        choice = scores if expert_bias is None else scores + expert_bias
-        if topk_groups < num_groups:
-            choice = _keep_groups(choice, num_groups, topk_groups)
-        expert_ids = _first_largest(choice, num_experts_per_token)
+    unbiased = scores.detach()
+    choice = unbiased if expert_bias is None else unbiased + expert_bias.detach()
+    if topk_groups < num_groups:
+        choice = _keep_groups(choice, num_groups, topk_groups)
+    expert_ids = _first_largest(choice, num_experts_per_token)
     weights = scores.gather(-1, expert_ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _SUM_EPS)
-    return Routing(scores.detach(), expert_ids, weights * scaling_factor)
+    if scaling_factor != 1.0:
+        weights = weights * scaling_factor
+    return Routing(unbiased, expert_ids, weights)
 
 
 def _first_largest(values: Tensor, count: int) -> Tensor:
     # topk promises no order among equals; a stable sort does.
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    return order.narrow(-1, 0, count)
 
 
 def _keep_groups(choice: Tensor, num_groups: int, topk_groups: int) -> Tensor:
