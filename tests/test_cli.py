@@ -127,3 +127,17 @@ def test_help_and_an_unknown_verb_load_neither_torch_nor_the_argument_parser():
         "assert not {'torch', 'tyro', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_a_verb_with_verbs_of_its_own_reads_them_and_gives_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def own(argv):
+        seen.append(argv)
+        return 1
+
+    monkeypatch.setattr(cli, "load_verb", lambda _: own)
+    assert cli.main(["sandbox", "run", "--", "ls", "-l"]) == 1
+    assert seen == [["run", "--", "ls", "-l"]]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from baltoro import __version__
 from baltoro.config import nearest
 
-Verb = Callable[..., None]
+Verb = Callable[..., int | None]  # an exit code, or None for 0
 
 # verb -> (module:function, one line of help)
 VERBS: dict[str, tuple[str, str]] = {
@@ -26,10 +26,12 @@ VERBS: dict[str, tuple[str, str]] = {
     "generate": ("baltoro.serve.generate:generate", "continue a prompt"),
     "chat": ("baltoro.serve.chat:chat", "talk with a model in the terminal"),
     "convert": ("baltoro.checkpoint.convert:convert", "write a checkpoint in another format"),
+    "data": ("baltoro.data.cli:data", "build or check training data"),
     "train": ("baltoro.recipes.pretrain:train", "pretrain a model of a size on a data folder"),
     "report": ("baltoro.train.report:report", "what a run did, as one HTML page"),
     "recipes": ("baltoro.recipes.pretrain:recipes", "what each size of the ladder fixes"),
     "fixture": ("baltoro.checkpoint.fixture:fixture", "a tiny random checkpoint for tests"),
+    "sandbox": ("baltoro.sandbox.cli:main", "install, test and use sandboxes"),
 }
 
 USAGE = """\
@@ -57,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]
     try:
-        _dispatch(args)
+        code = _dispatch(args)
         sys.stdout.flush()
     except KeyboardInterrupt:
         if is_debug:
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"baltoro: {_one_line(error)}", file=sys.stderr)
         return 2
-    return 0
+    return code
 
 
 def load_verb(verb: str) -> Verb:
@@ -82,7 +84,7 @@ def load_verb(verb: str) -> Verb:
     return typing.cast(Verb, getattr(importlib.import_module(module), function))
 
 
-def _dispatch(args: list[str]) -> None:
+def _dispatch(args: list[str]) -> int:
     if not args:
         raise ValueError(f"a verb is needed, one of: {', '.join(VERBS)}; see `baltoro --help`")
     if args[0] in ("-h", "--help"):
@@ -94,7 +96,11 @@ def _dispatch(args: list[str]) -> None:
         import tyro
 
         verb, options, fixed = load_verb(args[0]), args[1:], {}
-        if "overrides" in inspect.signature(verb).parameters:
+        parameters = inspect.signature(verb).parameters
+        if "argv" in parameters:
+            # it has verbs of its own and reads them itself
+            return verb(options) or 0
+        if "overrides" in parameters:
             options, overrides = split_overrides(options)
             fixed = {"overrides": overrides}
         function = _with_positional(verb, fixed)
@@ -102,6 +108,7 @@ def _dispatch(args: list[str]) -> None:
         tyro.cli(function, prog=f"baltoro {args[0]}", args=options, config=config)
     else:
         raise ValueError(f"{args[0]}: unknown verb; {nearest(args[0], VERBS)}")
+    return 0
 
 
 def split_overrides(args: Sequence[str]) -> tuple[list[str], dict[str, object]]:
