@@ -25,6 +25,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "inspect": ("baltoro.checkpoint.inspect:inspect", "what a checkpoint or preset consists of"),
     "generate": ("baltoro.serve.generate:generate", "continue a prompt"),
     "chat": ("baltoro.serve.chat:chat", "talk with a model in the terminal"),
+    "serve": ("baltoro.serve.server:serve", "serve a model with OpenAI's HTTP protocol"),
     "convert": ("baltoro.checkpoint.convert:convert", "write a checkpoint in another format"),
     "data": ("baltoro.data.cli:data", "build or check training data"),
     "train": ("baltoro.recipes.pretrain:train", "pretrain a model of a size on a data folder"),

@@ -1,0 +1,149 @@
+"""Token ids of one reply to what a client is sent, piece by piece. No torch.
+
+The whole answer is the pieces put together, so streamed and whole replies cannot differ but in one
+thing: reasoning that turns out to have been the answer (the channel was never closed) has been sent
+as reasoning by then; a stream repeats it as content, a whole reply holds it as content alone.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baltoro.serve.request import FinishReason
+from baltoro.text.channels import IdParser
+from baltoro.text.reply import Delta, ToolCall, join
+from baltoro.text.vocabulary import Tokenizer
+
+
+class StopStrings:
+    """Ends a text before the first of some strings; holds back what may become one."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = [string for string in strings if string]
+        self._held = ""
+        self.is_met = False
+
+    def feed(self, text: str) -> str:
+        """The part of the text so far that is certain and not yet given."""
+        if self.is_met:
+            return ""
+        text = self._held + text
+        places = [place for string in self._strings if (place := text.find(string)) >= 0]
+        if places:
+            self.is_met, self._held = True, ""
+            return text[: min(places)]
+        held = max((_overlap(text, string) for string in self._strings), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def end(self) -> str:
+        """What was held back, since nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, string: str) -> int:
+    """Length of the longest end of `text` that begins `string`."""
+    for length in range(min(len(text), len(string) - 1), 0, -1):
+        if string.startswith(text[-length:]):
+            return length
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole reply."""
+
+    reasoning: str
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str  # stop, length, tool_calls, abort or error
+    num_reasoning_tokens: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that a client could use."""
+        return not self.content.strip() and not self.tool_calls
+
+
+class ChatReader:
+    """Reads the reply to a conversation."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, thinking: bool, has_tools: bool, stop: Sequence[str] = ()
+    ) -> None:
+        self._parser = IdParser(tokenizer, thinking=thinking, tools_declared=has_tools)
+        self._stop = StopStrings(stop)
+        self._pieces: list[Delta] = []
+        self._num_raw = 0  # characters of content before the stop strings
+        self._num_tokens = 0
+        self._num_reasoning_tokens = 0
+        self._thinking = thinking
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rest of the reply is of no use."""
+        return self._stop.is_met or self._parser.is_over
+
+    def feed(self, token_id: int) -> Delta:
+        """What one more token adds."""
+        delta = self._parser.feed([token_id])
+        self._num_tokens += 1
+        if delta.content or delta.tool_calls:
+            self._thinking = False
+        self._num_reasoning_tokens += self._thinking and not delta.retracts_reasoning
+        self._num_raw += len(delta.content)
+        return self._keep(delta, self._stop.feed(delta.content))
+
+    def finish(self, reason: FinishReason) -> tuple[Delta, Answer]:
+        """The last piece and the whole."""
+        reply = self._parser.finish()
+        content = self._stop.feed((reply.content or "")[self._num_raw :])
+        if not self._stop.is_met:
+            for call in reply.undeclared_calls:
+                shown = json.dumps({"name": call.name, "arguments": call.arguments})
+                content += self._stop.feed(f"\n[asked for a tool that was not offered: {shown}]")
+            content += self._stop.end()
+        piece = self._keep(Delta(), content)
+        reasoning, content, calls = join(self._pieces)
+        ends_well = reason in ("stop", "length") or self.is_over
+        finish_reason = "stop" if self._stop.is_met else str(reason)
+        if calls and ends_well:
+            finish_reason = "tool_calls"
+        elif self._parser.is_over and reason != "error":
+            finish_reason = "stop"
+        return piece, Answer(reasoning, content, calls, finish_reason, self._num_reasoning_tokens)
+
+    def _keep(self, delta: Delta, content: str) -> Delta:
+        piece = Delta(delta.reasoning, content, delta.tool_calls, delta.retracts_reasoning)
+        self._pieces.append(piece)
+        return piece
+
+
+class TextReader:
+    """Reads the continuation of a plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._stream = tokenizer.text_stream(skip_special=True)
+        self._stop = StopStrings(stop)
+        self._content: list[str] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the rest of the reply is of no use."""
+        return self._stop.is_met
+
+    def feed(self, token_id: int) -> Delta:
+        """What one more token adds."""
+        return self._keep(self._stop.feed(self._stream.feed(token_id)))
+
+    def finish(self, reason: FinishReason) -> tuple[Delta, Answer]:
+        """The last piece and the whole."""
+        rest = self._stop.feed(self._stream.end())
+        piece = self._keep(rest + self._stop.end())
+        finish_reason = "stop" if self._stop.is_met else str(reason)
+        return piece, Answer("", "".join(self._content), (), finish_reason, 0)
+
+    def _keep(self, content: str) -> Delta:
+        self._content.append(content)
+        return Delta(content=content)

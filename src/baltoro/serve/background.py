@@ -1,0 +1,158 @@
+"""The engine in a thread of its own, and its replies as asynchronous streams.
+
+Only that thread touches the engine: what others want is called there between two steps. A stream
+that its reader leaves is aborted before the next step.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+from baltoro.serve.engine import Engine
+from baltoro.serve.request import FinishReason, NewToken, Request, Sequence
+
+T = TypeVar("T")
+
+
+class EngineStopped(RuntimeError):
+    """The engine takes no more requests: it is being shut down, or a step failed."""
+
+
+class Event(NamedTuple):
+    """What happened to a sequence."""
+
+    token: NewToken | None
+    finish_reason: FinishReason | None  # with the last event
+
+
+class Stream:
+    """The tokens of one request; made in the event loop that reads it."""
+
+    def __init__(self) -> None:
+        self.sequence: Sequence | None = None  # once the engine has it
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Events up to the one with a finish reason."""
+        while True:
+            event = await self._events.get()
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def put(self, event: Event) -> None:
+        """Hand over an event, from the engine's thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+
+class BackgroundEngine:
+    """Steps an engine as long as there is work."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.is_alive = True
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[Sequence, Stream] = {}
+        self._is_draining = False
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """The result of a function that runs in the engine's thread, between two steps.
+
+        Its `ValueError` and `RuntimeError` are raised here. Raises `EngineStopped`.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self.engine))
+            except (ValueError, RuntimeError) as error:
+                future.set_exception(error)
+
+        self._calls.put(run)
+        if not self.is_alive:
+            raise EngineStopped("the engine has stopped")
+        return await asyncio.wrap_future(future)
+
+    async def submit(self, requests: Callable[[Engine], list[Request]], count: int) -> list[Stream]:
+        """Queue `count` requests made in the engine's thread, all or none.
+
+        Raises `EngineStopped`, and what `requests` and `Engine.submit` raise.
+        """
+        streams = [Stream() for _ in range(count)]
+
+        def submit(engine: Engine) -> None:
+            if self._is_draining:
+                raise EngineStopped("the server is shutting down")
+            try:
+                for request, stream in zip(requests(engine), streams, strict=True):
+                    stream.sequence = engine.submit(request)
+                    self._streams[stream.sequence] = stream
+            except (ValueError, RuntimeError):
+                self._abort(streams)
+                raise
+
+        try:
+            await self.call(submit)
+        except asyncio.CancelledError:
+            # the client left while its requests were on the way in
+            self.cancel(streams)
+            raise
+        return streams
+
+    def cancel(self, streams: list[Stream]) -> None:
+        """Free the sequences of streams that nobody reads any more."""
+        self._calls.put(lambda: self._abort(streams))
+
+    async def drain(self, seconds: float) -> None:
+        """Take nothing new, let what runs come to its end for so long, then stop the thread."""
+        self._is_draining = True
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self._streams and self.is_alive:
+            if asyncio.get_running_loop().time() > deadline:
+                break
+            await asyncio.sleep(0.02)
+        self._is_stopping = True
+        self._calls.put(lambda: None)
+        await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+
+    def _run(self) -> None:
+        try:
+            while not self._is_stopping:
+                self._serve_calls()
+                for sequence, token in self.engine.step():
+                    self._send(sequence, token)
+        finally:
+            # whatever ended the thread, nobody waits for it
+            self.is_alive = False
+            for stream in self._streams.values():
+                stream.put(Event(None, "error"))
+            self._streams.clear()
+            while not self._calls.empty():
+                self._calls.get()()
+
+    def _serve_calls(self) -> None:
+        if self.engine.is_idle:
+            self._calls.get()()
+        while not self._calls.empty():
+            self._calls.get()()
+
+    def _send(self, sequence: Sequence, token: NewToken | None) -> None:
+        stream = self._streams.get(sequence)
+        if stream is not None:
+            stream.put(Event(token, sequence.finish_reason))
+            if sequence.finish_reason is not None:
+                del self._streams[sequence]
+
+    def _abort(self, streams: list[Stream]) -> None:
+        for stream in streams:
+            if stream.sequence is not None:
+                self.engine.abort(stream.sequence)
+                self._streams.pop(stream.sequence, None)

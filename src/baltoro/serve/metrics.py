@@ -1,0 +1,102 @@
+"""Counts in the text format of Prometheus, under vLLM's names where it has one."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+
+from baltoro.serve.engine import Engine
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0)
+HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": SECONDS,
+    "vllm:inter_token_latency_seconds": SECONDS,
+    "vllm:e2e_request_latency_seconds": SECONDS,
+    "vllm:request_prompt_tokens": TOKENS,
+    "vllm:request_generation_tokens": TOKENS,
+}
+
+
+class _Histogram:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def lines(self, name: str) -> Iterable[str]:
+        yield f"# TYPE {name} histogram"
+        running = 0
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            running += count
+            yield f'{name}_bucket{{le="{bound}"}} {running}'
+        yield f"{name}_sum {self.total}"
+        yield f"{name}_count {running}"
+
+
+class Metrics:
+    """What the server saw; the engine's own counts are read when asked for."""
+
+    def __init__(self) -> None:
+        self.finished: Counter[str] = Counter()  # replies by finish reason
+        self.rejected: Counter[str] = Counter()  # requests by reason
+        self.num_empty = 0  # replies without content and calls
+        self._histograms = {name: _Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to a histogram of `HISTOGRAMS`."""
+        histogram = self._histograms[name]
+        histogram.counts[bisect_left(histogram.bounds, value)] += 1
+        histogram.total += value
+
+    def text(self, engine: Engine) -> str:
+        """Everything, one metric after the other."""
+        lines: list[str] = []
+        for kind, values in (("gauge", _gauges(engine)), ("counter", self._counters(engine))):
+            for name, value in values.items():
+                lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
+        labelled = (
+            ("vllm:request_success", "finished_reason", self.finished),
+            ("vllm:admission_rejections", "reason", self.rejected),
+        )
+        for name, label, counts in labelled:
+            lines.append(f"# TYPE {name} counter")
+            lines += [f'{name}{{{label}="{key}"}} {n}' for key, n in sorted(counts.items())]
+        for name, histogram in self._histograms.items():
+            lines += histogram.lines(name)
+        return "\n".join(lines) + "\n"
+
+    def _counters(self, engine: Engine) -> dict[str, float]:
+        stats, cache = engine.stats, engine.cache.stats
+        return {
+            "vllm:prompt_tokens": stats.prompt_tokens,
+            "vllm:prompt_tokens_cached": stats.cached_tokens,
+            "vllm:generation_tokens": stats.new_tokens,
+            "vllm:prefix_cache_queries": cache.query_tokens,
+            "vllm:prefix_cache_hits": cache.agreed_hit_tokens,
+            "vllm:external_prefix_cache_hits": cache.host_hit_tokens,
+            "vllm:num_preemptions": engine.scheduler.num_preemptions,
+            "vllm:corrupted_requests": stats.num_corrupted,
+            "baltoro:mla_hit_tokens": cache.kv_hit_tokens,
+            # a checkpoint keeps its latents, so a state that is found is always usable
+            "baltoro:state_hit_tokens": cache.agreed_hit_tokens,
+            "baltoro:agreed_hit_tokens": cache.agreed_hit_tokens,
+            "baltoro:pages_without_state": cache.num_pages_without_state,
+            "baltoro:states_written": cache.num_states_written,
+            "baltoro:states_hit": cache.num_states_hit,
+            "baltoro:states_evicted_unread": cache.num_states_evicted_unread,
+            "baltoro:states_skipped": cache.num_states_skipped,
+            "baltoro:pages_copied": cache.num_copies,
+            "baltoro:pages_written_back": cache.num_written_back,
+            "baltoro:empty_replies": self.num_empty,
+        }
+
+
+def _gauges(engine: Engine) -> dict[str, float]:
+    scheduler, device = engine.scheduler, engine.cache.device
+    return {
+        "vllm:num_requests_running": len(scheduler.running),
+        "vllm:num_requests_waiting": len(scheduler.waiting),
+        "vllm:kv_cache_usage_perc": 1.0 - device.num_available / device.num_pages,
+        "baltoro:queued_tokens": scheduler.queued_tokens,
+        "baltoro:minimum_useful_prefix_tokens": engine.layout.hash_block,
+    }

@@ -1,0 +1,310 @@
+"""The HTTP server: OpenAI's protocol over the engine.
+
+What it guards: bodies above a size, keys, what a client may see of an error (never a path or a
+traceback), disconnects (the sequence is freed before the next step), shutdown (what runs may end).
+What it does not: TLS, rates per client, and who may read the metrics; put a proxy in front. It
+listens on the loopback unless told otherwise.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+
+from baltoro.serve.background import BackgroundEngine, EngineStopped
+from baltoro.serve.choices import ChatChoices, Choices, TextChoices
+from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.generate import Dtype, load_for_text
+from baltoro.serve.metrics import Metrics
+from baltoro.serve.protocol import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    refuse_unsupported,
+    sse,
+)
+from baltoro.serve.scheduler import Overloaded, SchedulerConfig
+from baltoro.text.processor import Processor
+
+log = logging.getLogger(__name__)
+B = TypeVar("B", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """What the server adds to the engine."""
+
+    model_name: str
+    max_body_bytes: int = 32 << 20
+    max_new_tokens: int = 4096  # of a request that does not say
+    api_keys: tuple[str, ...] = ()  # empty: anybody
+    drain_s: float = 30.0  # for running replies at shutdown
+
+
+class Server:
+    """The handlers and what they share."""
+
+    def __init__(self, engine: Engine, processor: Processor, config: ServerConfig) -> None:
+        self.config = config
+        self.processor = processor
+        self.metrics = Metrics()
+        self.background = BackgroundEngine(engine)
+
+    async def complete(self, request: Request, kind: type[Choices], body_type: type[B]) -> Response:
+        """Serve a completion, streamed or whole."""
+        self._authorise(request)
+        body = await self._body(request, body_type)
+        if isinstance(body, ChatBody):
+            body.check()
+        choices = kind(
+            body,  # type: ignore[arg-type]
+            self.processor,
+            self.background,
+            self.metrics,
+            self.config.model_name,
+            self.config.max_new_tokens,
+        )
+        try:
+            prompt = await asyncio.to_thread(choices.prompt)
+            await choices.start(prompt)
+        except Overloaded as error:
+            self.metrics.rejected["overloaded"] += 1
+            wait_s = self._wait_s(error)
+            raise ApiError(503, str(error), code="overloaded", retry_after=wait_s) from None
+        except EngineStopped as error:
+            self.metrics.rejected["stopped"] += 1
+            raise ApiError(503, str(error), code="unavailable", retry_after=5) from None
+        except ValueError as error:
+            self.metrics.rejected["invalid"] += 1
+            param = "prompt" if isinstance(body, CompletionBody) else "messages"
+            raise ApiError(400, str(error), param=param) from None
+        if choices.body.stream:
+            return StreamingResponse(self._events(choices), media_type="text/event-stream")
+        return await _unless_gone(request, choices)
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a text or of a conversation's prompt."""
+        self._authorise(request)
+        body = await self._body(request, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
+        try:
+            if body.prompt is not None:
+                ids = self.processor.tokenizer.encode(body.prompt)
+            else:
+                ids = (await asyncio.to_thread(self._chat_prompt, body)).ids
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        return JSONResponse({"tokens": ids, "count": len(ids)})
+
+    def _chat_prompt(self, body: TokenizeBody) -> Any:
+        return self.processor.prompt(body.messages or [], body.tools)
+
+    async def _events(self, choices: Choices) -> AsyncIterator[str]:
+        """Server-sent events; an error after the first byte is one more event."""
+        try:
+            async for chunk in choices.chunks():
+                yield sse(chunk)
+        except ApiError as error:
+            yield sse(error.body())
+            return
+        finally:
+            choices.cancel()
+        yield "data: [DONE]\n\n"
+
+    async def _body(self, request: Request, body_type: type[B]) -> B:
+        raw = bytearray()
+        async for part in request.stream():
+            raw += part
+            if len(raw) > self.config.max_body_bytes:
+                raise ApiError(
+                    413, f"the body is above {self.config.max_body_bytes} bytes", code="too_large"
+                )
+        try:
+            data = json.loads(raw)
+        except (ValueError, RecursionError):
+            raise ApiError(400, "the body is not JSON", code="invalid_json") from None
+        if not isinstance(data, dict):
+            raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+        refuse_unsupported(data)
+        try:
+            return body_type.model_validate(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            param = ".".join(str(part) for part in first["loc"])
+            raise ApiError(400, f"{param}: {first['msg']}", param=param) from None
+
+    def _authorise(self, request: Request) -> None:
+        keys = self.config.api_keys
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        offered = given.strip().encode()
+        known = [hmac.compare_digest(offered, key.encode()) for key in keys]
+        if keys and not (scheme.lower() == "bearer" and any(known)):
+            raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _wait_s(self, error: Overloaded) -> int:
+        """Seconds in which what waits should be done, at the speed so far."""
+        stats = self.background.engine.stats
+        speed = stats.computed_tokens / stats.busy_s if stats.busy_s else 0.0
+        return max(1, min(600, math.ceil(error.queued_tokens / speed))) if speed else 1
+
+
+async def _unless_gone(request: Request, choices: Choices) -> Response:
+    """The whole answer, or nothing if the client leaves first; then its sequences are freed."""
+    work = asyncio.ensure_future(choices.whole())
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return JSONResponse(work.result())
+        return Response(status_code=499)
+    finally:
+        for task in (work, gone):
+            task.cancel()
+        choices.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def create_app(server: Server) -> FastAPI:
+    """The routes."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await server.background.drain(server.config.drain_s)
+
+    app = FastAPI(title="baltoro", lifespan=lifespan, docs_url=None, redoc_url=None)
+    engine = server.background.engine
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+        return JSONResponse(error.body(), error.status, headers)
+
+    async def on_http_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        shown = ApiError(error.status_code, str(error.detail))
+        return JSONResponse(shown.body(), error.status_code, error.headers)
+
+    async def on_fault(_: Request, error: Exception) -> Response:
+        log.error("a request failed", exc_info=error)
+        return JSONResponse(ApiError(500, "internal error").body(), 500)
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_fault)
+
+    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await server.complete(request, ChatChoices, ChatBody)
+
+    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await server.complete(request, TextChoices, CompletionBody)
+
+    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        return await server.tokenize(request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        entry = {
+            "id": server.config.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "baltoro",
+            "max_model_len": engine.model.config.max_seq_len,
+        }
+        return {"object": "list", "data": [entry]}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if server.background.is_alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(server.metrics.text(engine))
+
+    return app
+
+
+def _schema(body_type: type[BaseModel]) -> dict[str, Any]:
+    schema = body_type.model_json_schema()
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def serve(
+    checkpoint: str,
+    *,
+    port: int = 8000,
+    host: str = "127.0.0.1",
+    model_name: str | None = None,
+    pool_tokens: int = 65536,
+    host_bytes: int = 0,
+    max_running: int = 16,
+    max_step_tokens: int = 2048,
+    max_new_tokens: int = 4096,
+    api_key_file: Path | None = None,
+    dtype: Dtype | None = None,
+    device: str = "cpu",
+    experts: Literal["decoded", "packed"] = "decoded",
+) -> None:
+    """Serve the model in CHECKPOINT with OpenAI's protocol.
+
+    Args:
+        checkpoint: directory in the official layout, with its tokenizer.
+        port: where to listen.
+        host: address to listen on; other than the loopback only behind a proxy.
+        model_name: name that clients see; absent, the directory's.
+        pool_tokens: tokens of context that all conversations together have room for.
+        host_bytes: CPU memory for prefixes that the pool has no room for.
+        max_running: replies written at once.
+        max_step_tokens: tokens computed in one step.
+        max_new_tokens: longest reply of a request that does not say.
+        api_key_file: keys that clients may use, one per line; absent, no key is needed.
+        dtype: of the weights; absent, as they are stored.
+        device: cpu, cuda, cuda:1.
+        experts: keep MXFP4 experts packed to save memory.
+    """
+    engine_config = EngineConfig(
+        pool_tokens=pool_tokens,
+        host_bytes=host_bytes,
+        scheduler=SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens),
+    )
+    keys = () if api_key_file is None else tuple(api_key_file.read_text().split())
+    if api_key_file is not None and not keys:
+        raise ValueError(f"api_key_file={str(api_key_file)!r}: holds no key")
+    model = load_for_text(checkpoint, dtype=dtype, device=device, experts=experts)
+    config = ServerConfig(
+        model_name=model_name or Path(checkpoint).resolve().name,
+        max_new_tokens=max_new_tokens,
+        api_keys=keys,
+    )
+    engine = Engine(model, engine_config)
+    unit, size = engine.layout.hash_block, engine.layout.page_size
+    print(
+        f"prefixes are reused from {unit} tokens on (pages of {size}), "
+        f"{engine.cache.config.num_pages} pages on {torch.device(device)}",
+        file=sys.stderr,
+    )
+    app = create_app(Server(engine, model.processor, config))
+    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)

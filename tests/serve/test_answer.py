@@ -1,0 +1,99 @@
+from collections.abc import Sequence
+
+import pytest
+
+from baltoro.serve.answer import Answer, ChatReader, StopStrings, TextReader
+from baltoro.text.reply import Delta, join
+from baltoro.text.tokenizer import train
+from baltoro.text.vocabulary import Tokenizer
+
+CALL = (
+    '<|open|>tools<|sep|><|open|>call tool="read" index="1"<|sep|>'
+    '<|open|>argument key="path" type="string"<|sep|>a.txt<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|>"
+)
+END = "<|close|>message<|sep|><|end_of_msg|>"
+WELL_FORMED = (
+    "plan<|close|>think<|sep|><|open|>response<|sep|>Größe<|close|>response<|sep|>" + CALL + END
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train(["plan text"], 512)
+
+
+def read(
+    tokenizer: Tokenizer, text: str, *, stop: Sequence[str] = (), has_tools: bool = True
+) -> tuple[list[Delta], Answer]:
+    reader = ChatReader(tokenizer, thinking=True, has_tools=has_tools, stop=stop)
+    deltas = []
+    for token_id in tokenizer.encode(text, allow_special=True):
+        deltas.append(reader.feed(token_id))
+        if reader.is_over:
+            break
+    last, answer = reader.finish("stop" if reader.is_over else "length")
+    return [*deltas, last], answer
+
+
+def test_the_pieces_add_up_to_the_answer(tokenizer: Tokenizer) -> None:
+    deltas, answer = read(tokenizer, WELL_FORMED)
+    assert join(deltas) == (answer.reasoning, answer.content, answer.tool_calls)
+    assert (answer.reasoning, answer.content) == ("plan", "Größe")
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [
+        ("read", '{"path": "a.txt"}')
+    ]
+    assert answer.finish_reason == "tool_calls"
+
+
+def test_every_cut_gives_pieces_that_add_up(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(WELL_FORMED, allow_special=True)
+    for length in range(len(ids)):
+        deltas, answer = read(tokenizer, tokenizer.decode(ids[:length]))  # X17
+        assert join(deltas) == (answer.reasoning, answer.content, answer.tool_calls)
+        assert "<|" not in answer.reasoning + answer.content
+
+
+def test_reasoning_tokens_are_those_before_the_answer(tokenizer: Tokenizer) -> None:
+    _, answer = read(tokenizer, "a" * 10)
+    assert answer.num_reasoning_tokens == len(tokenizer.encode("a" * 10))
+    _, answer = read(tokenizer, WELL_FORMED)
+    assert 0 < answer.num_reasoning_tokens < len(tokenizer.encode(WELL_FORMED, allow_special=True))
+
+
+def test_a_call_that_was_not_offered_is_shown_and_not_made(tokenizer: Tokenizer) -> None:
+    _, answer = read(tokenizer, WELL_FORMED, has_tools=False)  # X10
+    assert not answer.tool_calls and answer.finish_reason == "stop"
+    assert "asked for a tool that was not offered" in answer.content
+
+
+def test_an_answer_of_nothing_is_empty(tokenizer: Tokenizer) -> None:
+    text = "plan<|close|>think<|sep|><|open|>response<|sep|> <|close|>response<|sep|>" + END
+    assert read(tokenizer, text)[1].is_empty
+    assert not read(tokenizer, WELL_FORMED)[1].is_empty
+
+
+def test_a_stop_string_ends_the_content_and_not_the_reasoning(tokenizer: Tokenizer) -> None:
+    _, answer = read(tokenizer, WELL_FORMED, stop=["la", "öß"])
+    assert (answer.reasoning, answer.content, answer.finish_reason) == ("plan", "Gr", "stop")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+def test_stop_strings_are_found_however_the_text_is_cut(size: int) -> None:
+    text, strings = "one two three aaab end", ["aab", "two t!", ""]
+    stop = StopStrings(strings)
+    given = "".join(stop.feed(text[i : i + size]) for i in range(0, len(text), size))
+    assert given == "one two three a" and stop.is_met and stop.end() == ""
+
+
+def test_what_only_began_like_a_stop_string_is_given_in_the_end() -> None:
+    stop = StopStrings(["end!"])
+    assert stop.feed("the en") == "the " and stop.end() == "en" and not stop.is_met
+
+
+def test_a_plain_text_is_read_without_its_special_tokens(tokenizer: Tokenizer) -> None:
+    reader = TextReader(tokenizer, ["st"])
+    for token_id in [*tokenizer.encode("ü"), tokenizer.eos_id, *tokenizer.encode("ber stop")]:
+        reader.feed(token_id)
+    _, answer = reader.finish("length")
+    assert (answer.content, answer.finish_reason) == ("über ", "stop")

@@ -1,0 +1,322 @@
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from PIL import Image
+
+from baltoro.model.model import Model
+from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.request import NewToken
+from baltoro.serve.scheduler import SchedulerConfig, StepPlan
+from baltoro.serve.server import Server, ServerConfig, create_app
+
+SCHEDULER = SchedulerConfig(max_running=4, max_step_tokens=512)
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "seed": 3}
+TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
+CALL = (
+    "plan<|close|>think<|sep|><|open|>response<|sep|>Let me.<|close|>response<|sep|>"
+    '<|open|>tools<|sep|><|open|>call tool="read" index="1"<|sep|>'
+    '<|open|>argument key="path" type="string"<|sep|>a.txt<|close|>argument<|sep|>'
+    "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
+)
+
+
+def made(model: Model, config: EngineConfig | None = None, **changes: Any) -> Server:
+    engine = Engine(model, config or EngineConfig(pool_tokens=4096, scheduler=SCHEDULER))
+    settings = replace(ServerConfig(model_name="nano", drain_s=5.0), **changes)
+    return Server(engine, model.processor, settings)
+
+
+@pytest.fixture(scope="module")
+def server(nano: Model) -> Server:
+    return made(nano)
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[TestClient]:
+    with TestClient(create_app(server), raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture
+def scripted(server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Lets the model write a given text."""
+
+    def script(text: str) -> None:
+        ids = server.processor.tokenizer.encode(text, allow_special=True)
+
+        def run(plan: StepPlan, version: str) -> list[NewToken | None]:
+            return [
+                NewToken(ids[len(work.sequence.new_tokens)], -1.0, version)
+                if work.is_sampled
+                else None
+                for work in plan.works
+            ]
+
+        monkeypatch.setattr(server.background.engine.runner, "run", run)
+        server.background.engine.cache.device.forget()
+
+    return script
+
+
+def post(client: TestClient, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+    body = {**CHAT, **fields} if path.endswith("chat/completions") else fields
+    return client.post(path, json=body)
+
+
+def streamed(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
+    text = post(client, stream=True, **fields).text
+    parts = [part.removeprefix("data: ") for part in text.split("\n\n") if part]
+    assert parts[-1] == "[DONE]"
+    return [json.loads(part) for part in parts[:-1]]
+
+
+def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            if choice["index"] == index:
+                for key in ("content", "reasoning_content", "tool_calls"):
+                    message[key] += choice["delta"].get(key) or type(message[key])()
+                message["finish_reason"] = choice["finish_reason"]
+    return message
+
+
+def test_a_stream_adds_up_to_the_whole_answer(client: TestClient) -> None:
+    whole = post(client, n=3).json()
+    chunks = streamed(client, n=3)
+    for choice in whole["choices"]:
+        got, message = joined(chunks, choice["index"]), choice["message"]
+        assert got["content"] == (message["content"] or "")
+        assert got["reasoning_content"] == message.get("reasoning_content", "")
+        assert got["finish_reason"] == choice["finish_reason"]
+    assert len({json.dumps(choice["message"]) for choice in whole["choices"]}) == 3
+
+
+def test_a_stream_begins_with_the_role_and_ends_with_usage_if_asked(client: TestClient) -> None:
+    chunks = streamed(client, stream_options={"include_usage": True})
+    assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 12
+    assert all("usage" not in chunk for chunk in chunks[:-1])
+    assert chunks[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_usage_counts_what_came_from_the_cache(client: TestClient) -> None:
+    prompt = [{"role": "user", "content": "again and again " * 20}]
+    first, second = (post(client, messages=prompt).json()["usage"] for _ in range(2))
+    assert first["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 0 < second["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens"]
+    assert first["total_tokens"] == first["prompt_tokens"] + 12
+    assert 0 < first["completion_tokens_details"]["reasoning_tokens"] <= 12
+
+
+def test_equal_seeds_give_equal_text_with_others_beside_it(client: TestClient) -> None:
+    alone = post(client).json()["choices"][0]["message"]
+    together = post(client, n=2).json()["choices"][0]["message"]
+    assert alone == together
+
+
+def test_a_tool_is_called_the_same_streamed_and_whole(client: TestClient, scripted: Any) -> None:
+    scripted(CALL)
+    whole = post(client, tools=TOOLS, max_tokens=400).json()["choices"][0]
+    call = whole["message"]["tool_calls"][0]
+    assert call["function"] == {"name": "read", "arguments": '{"path": "a.txt"}'}
+    assert whole["finish_reason"] == "tool_calls"
+    chunks = streamed(client, tools=TOOLS, max_tokens=400)
+    got = joined(chunks)
+    assert (got["content"], got["reasoning_content"]) == ("Let me.", "plan")
+    assert got["tool_calls"][0]["function"] == call["function"]
+    assert got["tool_calls"][0]["index"] == 0 and got["finish_reason"] == "tool_calls"
+
+
+def test_a_tool_result_goes_back_with_its_call(client: TestClient, scripted: Any) -> None:
+    scripted(CALL)
+    message = post(client, tools=TOOLS, max_tokens=400).json()["choices"][0]["message"]
+    result = {"role": "tool", "content": "ok", "tool_call_id": message["tool_calls"][0]["id"]}
+    messages = [*CHAT["messages"], message, result]  # type: ignore[misc]
+    assert post(client, messages=messages, tools=TOOLS, max_tokens=400).status_code == 200
+    refused = post(client, messages=[*CHAT["messages"], result])  # type: ignore[misc]
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "messages[1].tool_call_id"
+
+
+def test_log_probabilities_come_with_every_token(client: TestClient) -> None:
+    content = post(client, logprobs=True, top_logprobs=3).json()["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert len(content) == 12
+    for entry in content:
+        assert entry["logprob"] <= 0.0 and 1 <= len(entry["top_logprobs"]) <= 3
+        assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
+
+
+def test_a_plain_text_is_continued(client: TestClient) -> None:
+    got = post(client, "/v1/completions", prompt="Once", max_tokens=5, logprobs=1, seed=1).json()
+    assert got["object"] == "text_completion" and got["choices"][0]["finish_reason"] == "length"
+    assert len(got["choices"][0]["logprobs"]["tokens"]) == 5
+    ids = post(client, "/tokenize", prompt="Once").json()["tokens"]
+    by_ids = post(client, "/v1/completions", prompt=ids, max_tokens=5, seed=1)
+    assert by_ids.json()["choices"][0]["text"] == got["choices"][0]["text"]
+
+
+def test_a_stop_string_ends_a_reply_and_frees_its_sequence(
+    client: TestClient, server: Server, scripted: Any
+) -> None:
+    scripted("x<|close|>think<|sep|><|open|>response<|sep|>one two three" + " four" * 200)
+    got = post(client, stop=["three"], max_tokens=1000).json()["choices"][0]
+    assert got["message"]["content"] == "one two " and got["finish_reason"] == "stop"
+    post(client, "/tokenize", prompt="x")
+    wait_idle(client, server)
+
+
+def wait_idle(client: TestClient, server: Server) -> None:
+    for _ in range(500):
+        if "vllm:num_requests_running 0" in client.get("/metrics").text:
+            break
+    assert server.background.engine.is_idle
+    device = server.background.engine.cache.device
+    assert device.num_available == device.num_pages
+
+
+def data_url() -> str:
+    data = io.BytesIO()
+    Image.effect_noise((60, 40), 80).convert("RGB").save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def test_a_picture_is_seen_by_data_url_alone(client: TestClient) -> None:
+    def ask(url: str) -> Any:
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]
+        return post(client, messages=[{"role": "user", "content": parts}])
+
+    assert ask(data_url()).status_code == 200
+    for url in ("/etc/passwd", "http://127.0.0.1/x.png", "data:image/png;base64,AAAA", ""):
+        refused = ask(url)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"messages": []}, 400, "messages"),
+        ({"messages": "hi"}, 400, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages"),
+        ({"messages": [{"content": "x"}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 20_000}]}, 400, "messages"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "warm"}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"n": 0}, 400, "n"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_tokens": 10**9}, 400, "messages"),
+        ({"reasoning_effort": "medium"}, 400, "reasoning_effort"),
+        ({"top_logprobs": 2}, 400, "top_logprobs"),
+        ({"response_format": {"type": "json_object"}}, 501, "response_format"),
+        ({"tool_choice": "required", "tools": TOOLS}, 501, "tool_choice"),
+        ({"logit_bias": {"5": 1}}, 501, "logit_bias"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(
+    client: TestClient, fields: dict[str, Any], status: int, param: str
+) -> None:
+    got = post(client, **fields)
+    assert got.status_code == status
+    error = got.json()["error"]
+    assert (
+        error["param"] == param
+        and error["message"]
+        and set(error)
+        == {
+            "message",
+            "type",
+            "param",
+            "code",
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    "data", [b"{", b"[1]", b"\xff\xfe", b"", b'{"messages": [{"role": "\\ud800"}]}']
+)
+def test_a_body_that_is_no_request_is_a_400(client: TestClient, data: bytes) -> None:
+    got = client.post("/v1/chat/completions", content=data)
+    assert got.status_code == 400 and "error" in got.json()
+
+
+def test_the_effort_levels_are_named(client: TestClient) -> None:
+    message = post(client, reasoning_effort="xhigh").json()["error"]["message"]
+    assert all(level in message for level in ("none", "low", "high", "max"))  # X26
+    assert post(client, reasoning_effort="none").status_code == 200
+
+
+def test_unknown_routes_and_methods_answer_in_the_same_shape(client: TestClient) -> None:
+    for got in (client.get("/nowhere"), client.get("/v1/chat/completions")):
+        assert got.status_code in (404, 405) and got.json()["error"]["type"]
+
+
+def test_models_health_and_tokenize(client: TestClient) -> None:
+    model = client.get("/v1/models").json()["data"][0]
+    assert model["id"] == "nano" and model["max_model_len"] == 8192
+    assert client.get("/health").status_code == 200
+    assert post(client, "/tokenize", prompt="Hi").json()["count"] == 2
+    assert post(client, "/tokenize", messages=CHAT["messages"]).json()["count"] > 2
+    assert post(client, "/tokenize").status_code == 400
+
+
+def test_the_metrics_split_hits_by_representation(client: TestClient) -> None:
+    text = client.get("/metrics").text
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:prefix_cache_hits",
+        "vllm:time_to_first_token_seconds_bucket",
+        "baltoro:mla_hit_tokens",
+        "baltoro:state_hit_tokens",
+        "baltoro:agreed_hit_tokens",
+        "baltoro:pages_without_state",
+        "baltoro:minimum_useful_prefix_tokens",
+    ):
+        assert f"\n{name}" in text
+
+
+def test_a_key_is_asked_for(nano: Model) -> None:
+    server = made(nano, api_keys=("secret",))
+    with TestClient(create_app(server)) as client:
+        for header in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            assert client.post("/v1/chat/completions", json=CHAT, headers=header).status_code == 401
+        good = {"authorization": "Bearer secret"}
+        assert client.post("/v1/chat/completions", json=CHAT, headers=good).status_code == 200
+
+
+def test_a_body_above_the_limit_and_a_full_queue_are_refused(nano: Model) -> None:
+    limits = replace(SCHEDULER, max_queued=1)
+    server = made(nano, EngineConfig(pool_tokens=4096, scheduler=limits), max_body_bytes=2000)
+    with TestClient(create_app(server)) as client:
+        large = [{"role": "user", "content": "x" * 3000}]
+        assert post(client, messages=large).status_code == 413
+        refused = post(client, n=5)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert post(client).status_code == 200
+
+
+def test_a_step_that_fails_ends_its_requests_and_the_health(
+    nano: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    server = made(nano)
+
+    def broken(plan: StepPlan, version: str) -> list[NewToken | None]:
+        raise RuntimeError("/secret/path")
+
+    monkeypatch.setattr(server.background.engine.runner, "run", broken)
+    with TestClient(create_app(server), raise_server_exceptions=False) as client:
+        got = post(client)
+        assert got.status_code == 500 and "secret" not in got.text
+        assert client.get("/health").status_code == 503
+        assert post(client).status_code == 503
