@@ -146,6 +146,15 @@ def test_equal_prompts_that_arrive_together_are_computed_once() -> None:
     assert [s.num_cached for s in sequences] == [0, 40, 40, 40]
 
 
+def test_prompts_that_arrive_together_compute_what_they_share_once() -> None:
+    engine = toy()
+    sequences = [engine.submit(ids(40) + ids(9, seed), 3) for seed in range(1, 5)]
+    engine.drain()
+    assert [s.num_cached for s in sequences] == [0, 40, 40, 40]
+    for seed, sequence in enumerate(sequences, 1):
+        assert [t.id for t in sequence.new_tokens] == reply(ids(40) + ids(9, seed), 3)
+
+
 def test_new_weights_hit_nothing() -> None:
     engine = toy()  # C06
     engine.serve(ids(30))

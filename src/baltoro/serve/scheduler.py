@@ -233,19 +233,28 @@ class Scheduler:
             longs = sum(s.request.budget > self.config.long_tokens for s in self.running)
             if longs >= self.config.num_long_places:
                 return True
-        limit = len(sequence.tokens) - 1
         known: int | None = None
         for other in self.running:
             table = other.table
             if table is None or not table.is_cacheable or other.is_decoding:
                 continue
-            common = num_common(other.chain, sequence.chain) * self.cache.config.hash_block
-            usable = [s for s in table.stops if other.num_computed < s <= min(common, limit)]
-            if usable and known is None:
-                known = self.cache.lookup(sequence.chain, limit)
-            if usable and known is not None and max(usable) > known:
+            shared = self._num_shared(sequence, other)
+            if shared <= other.num_computed:
+                continue
+            if known is None:
+                known = self.cache.lookup(sequence.chain, len(sequence.tokens) - 1)
+            if shared - max(known, other.num_computed) >= self.cache.config.page_size:
+                # a state is worth its page; so those that arrive together compute it once
+                table.stops |= {shared}
+            if any(max(known, other.num_computed) < stop <= shared for stop in table.stops):
                 return True
         return False
+
+    def _num_shared(self, sequence: Sequence, other: Sequence) -> int:
+        """Tokens up to the last boundary at which one could go on from the other's state."""
+        unit = self.cache.config.hash_block
+        blocks = min(num_common(other.chain, sequence.chain), (len(sequence.tokens) - 1) // unit)
+        return blocks * unit
 
     def _plan_prefills(self, decodes: tuple[Work, ...], budget: int) -> tuple[Work, ...]:
         """Equal shares, and what is left over to the first in order."""
