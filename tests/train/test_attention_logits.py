@@ -30,6 +30,13 @@ def test_the_maximum_runs_over_earlier_tokens_of_the_same_sequence(monkeypatch):
     torch.testing.assert_close(largest_logits(q, k, cu_seqlens, scale=0.5), expected)
 
 
+def test_the_next_token_s_key_does_not_count():
+    q = torch.tensor([10.0, 1.0, 1.0, 10.0, 1.0]).view(5, 1, 1)
+    k = torch.tensor([1.0, 10.0, 1.0, 1.0, 10.0]).view(5, 1, 1)
+    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
+    assert largest_logits(q, k, cu_seqlens, scale=1.0).tolist() == [10.0]
+
+
 def test_a_head_without_tokens_has_minus_infinity():
     empty = torch.zeros(0, 2, 4)
     cu_seqlens = torch.zeros(1, dtype=torch.int32)

@@ -14,7 +14,7 @@ from train.batch import TinySource, tiny_batch
 from baltoro.config import digest
 from baltoro.model.model import Model
 from baltoro.optim.config import OptimConfig
-from baltoro.optim.schedule import ScheduleConfig
+from baltoro.optim.schedule import ScheduleConfig, learning_rate
 from baltoro.train.alarms import AlarmWatch
 from baltoro.train.config import (
     ContextStage,
@@ -157,6 +157,8 @@ def test_everything_is_written_down(tmp_path):
     assert kinds >= {"step", "inspect", "eval", "probe", "sample"}
     steps = [entry for entry in entries if entry["kind"] == "step"]
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 5, 6]
+    rates = [learning_rate(config_of(num_steps=6).schedule, step) for step in range(6)]
+    assert [entry["train/lr"] for entry in steps] == rates
     assert {
         "train/loss",
         "train/grad_norm",
@@ -169,6 +171,26 @@ def test_everything_is_written_down(tmp_path):
     inspected = [entry for entry in entries if entry["kind"] == "inspect"]
     assert [entry["step"] for entry in inspected] == [1, 5, 6]
     assert sum(inspected[0]["loads"]["layers.1"]) == 2 * 32
+
+
+class OneBadBatch(TinySource):
+    """Step 1 has a target of infinite weight."""
+
+    def batch(self, step, part=0, num_parts=1):
+        batch = super().batch(step, part, num_parts)
+        if step == 1:
+            batch.weights[0] = torch.inf
+        return batch
+
+
+def test_what_is_due_behind_a_skipped_step_waits_for_a_good_one(tmp_path):
+    config = config_of(num_steps=5, eval_every=2, keep_last=9)
+    training, finished = run(tmp_path, config, source=OneBadBatch(lengths=(10, 6)))
+    assert finished
+    entries = list(read_metrics(tmp_path / "metrics.jsonl"))
+    assert [entry["step"] for entry in entries if entry["kind"] == "eval"] == [3, 4, 5]
+    assert [entry["step"] for entry in entries if entry["kind"] == "alarm"] == [2]
+    assert training.folder.steps() == [3, 4, 5]
 
 
 def test_a_rate_that_diverges_is_named_and_the_last_good_checkpoint_stays(tmp_path):

@@ -8,6 +8,7 @@ import torch
 from model.tiny import tiny_k3
 from train.batch import tiny_batch
 
+from baltoro.model import layer
 from baltoro.model.model import Model
 from baltoro.ops import attn_res
 from baltoro.train.probe import mean_weights, probe_model
@@ -45,6 +46,28 @@ def test_reads_are_uniform_before_training_over_all_sources_so_far():
     assert sizes["layers.0.self_attention"] == 1 and sizes["layers.0.mlp"] == 2
     assert sizes["layers.4.self_attention"] == 3 and sizes["layers.4.mlp"] == 4
     assert found["layers.4.mlp"] == pytest.approx([0.25] * 4)
+
+
+def test_residual_weights_are_taken_from_the_sources_of_the_forward(monkeypatch):
+    model, seen = Model(tiny_k3()), []
+    for name, parameter in model.named_parameters():
+        if name.endswith("res_proj.weight"):
+            torch.nn.init.normal_(parameter)
+
+    def spy(sources, norm_weight, proj_weight, *, eps, impl):
+        stacked = torch.stack(list(sources))
+        scores = (stacked / (stacked.square().mean(-1, keepdim=True) + eps).sqrt()) @ (
+            norm_weight * proj_weight
+        )
+        seen.append(scores.softmax(0).mean(1).tolist())
+        return attn_res.attn_res_mix(sources, norm_weight, proj_weight, eps=eps, impl=impl)
+
+    monkeypatch.setattr(layer, "attn_res_mix", spy)
+    found = probe_model(model, tiny_batch())["attn_res/weights"]
+    reads = [f"layers.{index}.{part}" for index in range(5) for part in ("self_attention", "mlp")]
+    for name, expected in zip(reads, seen, strict=False):
+        assert found[name] == pytest.approx(expected, rel=1e-4), name
+    assert len(seen) == 11
 
 
 def test_sizes_and_saturation_are_told_by_layer():

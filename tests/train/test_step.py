@@ -147,6 +147,27 @@ def test_the_mtp_layer_learns_the_token_after_next():
     assert "mtp_layers.0" in results[0].balances
 
 
+def test_the_mtp_loss_is_that_of_the_token_after_next_over_all_weights():
+    learner, batch = learner_of(config=tiny_k3(num_mtp_layers=1)), tiny_batch(lengths=(7, 4))
+    batch.weights[2] = 0.0
+    model = learner.model
+    with torch.no_grad():
+        next_tokens = torch.cat(
+            [batch.tokens[1:7], batch.tokens[:1], batch.tokens[8:], batch.tokens[:1]]
+        )
+        output = model(batch.tokens, batch.cu_seqlens)
+        hidden = model.predict_next(next_tokens, output.mixture, batch.cu_seqlens).hidden
+        logits = model.lm_head(hidden)
+    inside = [0, 1, 2, 3, 4, 5, 7, 8, 9]  # the last position of a sequence has no token after next
+    losses = torch.nn.functional.cross_entropy(
+        logits[inside], batch.targets[[i + 1 for i in inside]], reduction="none"
+    )
+    weights = batch.weights[[i + 1 for i in inside]]
+    expected = float((losses * weights).sum() / batch.weights.sum())
+    result = train_step(learner, [batch], lr=1e-3)
+    assert result.numbers["train/mtp_loss"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_mtp_layer_has_no_weight_when_the_recipe_says_so():
     learner = learner_of(config=tiny_k3(num_mtp_layers=1), mtp_loss_weight=0.0)
     result = train_step(learner, [tiny_batch()], lr=1e-2)

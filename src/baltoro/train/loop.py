@@ -88,25 +88,29 @@ def run_loop(training: Training) -> bool:
     Raises `ValueError` when the weights or so many steps in a row are not finite; the last good
     checkpoint stays.
     """
-    learner, schedule = training.learner, training.config.schedule
+    learner, schedule, run = training.learner, training.config.schedule, training.config.run
+    is_eval_due = is_save_due = False
     with stop_on_signals() as request:
         while learner.num_steps < schedule.num_steps:
             _advance(training)
             step = learner.num_steps
             is_last = step == schedule.num_steps
-            is_good = training.num_bad_steps == 0
+            # behind a skipped step the weights may be beyond help: what is due waits for a good one
+            is_good = training.num_bad_steps == 0 or is_last
             if request.signal is not None and is_good:
                 path = _save(training)
                 training.progress.note(
                     f"stopped by {request.signal} after step {step}; {path} continues from here"
                 )
                 return False
-            run = training.config.run
-            is_eval = is_last or step % run.eval_every == 0
-            if is_good and (is_eval or step % run.save_every == 0):
+            is_eval_due = is_eval_due or is_last or step % run.eval_every == 0
+            is_save_due = is_save_due or is_eval_due or step % run.save_every == 0
+            if is_good and is_save_due:
                 _save(training)
-            if is_good and is_eval:
+                is_save_due = False
+            if is_good and is_eval_due:
                 _look_up(training)
+                is_eval_due = False
     return True
 
 

@@ -19,6 +19,7 @@ svg { max-width: 100%; height: auto; }
 h2 { margin-top: 2em; border-bottom: 1px solid #e5e7eb; }
 table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; }
 pre { background: #f3f4f6; padding: .8em; white-space: pre-wrap; overflow-wrap: anywhere; }
+.label { font-weight: 600; margin: 1.2em 0 .2em; }
 .alarm { color: #b91c1c; } .none, .legend { color: #4b5563; font-size: 13px; }
 """
 

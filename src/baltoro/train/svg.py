@@ -44,7 +44,8 @@ def line_chart(
             f'<polyline fill="none" stroke="{colour}" stroke-width="1.5" points="{path}">'
             f"<title>{escape(name)}</title></polyline>"
         )
-    return _figure(parts, _WIDTH, _HEIGHT, label) + _legend(list(kept))
+    legend = _legend(list(kept)) if len(kept) > 1 else ""
+    return _figure(parts, _WIDTH, _HEIGHT, label) + legend
 
 
 def heat_map(
@@ -115,6 +116,7 @@ def _axes(across: tuple[float, float], up: tuple[float, float], is_log: bool, ax
 
 def _figure(parts: Sequence[str], width: int, height: int, label: str) -> str:
     return (
+        f'<p class="label">{escape(label)}</p>'
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escape(label)}">{"".join(parts)}</svg>'
     )
