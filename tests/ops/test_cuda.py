@@ -142,3 +142,25 @@ def test_packed_experts_equal_decoded_ones(num_tokens):
     assert torch.equal(
         moe_experts_mxfp4(x, ids, weights, gate_up, down, **GLU, impl="torch"), expected
     )
+
+
+@pytest.mark.parametrize("length", [64, 65, 192, 320, 703, 704])
+def test_gradients_of_very_negative_logits_are_finite_in_bf16(length):
+    # every logit near -120: where cuDNN's backward multiplies an overflow by a padded zero
+    q, k, v = (0.1 * randn(length, 2, 64, seed=seed) for seed in range(3))
+    q[..., 0], k[..., 0] = 1.0, -120.0
+    q, k, v = (x.to("cuda", torch.bfloat16).requires_grad_() for x in (q, k, v))
+    bounds = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    for causal in (False, True):
+        out = varlen_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds,
+            cu_seqlens_k=bounds,
+            causal=causal,
+            scale=1.0,
+            impl="torch",
+        )
+        for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+            assert gradient.isfinite().all()

@@ -8,8 +8,15 @@ slice of a prefill) the queries go in tiles, each with a mask over the keys it c
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _MASK_ROWS = 512  # queries of one masked tile
+# without cuDNN, whose bf16 backward gives NaN at some lengths (pytorch issue 196678, torch 2.11)
+_CUDA_BACKENDS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def varlen_attention(
@@ -47,9 +54,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> list
     """Outputs of one sequence, in order."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     if not causal or num_queries == 1:
-        return [F.scaled_dot_product_attention(q, k, v, scale=scale)]
+        return [_fused_attention(q, k, v, scale=scale)]
     if num_queries == num_keys:
-        return [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)]
+        return [_fused_attention(q, k, v, is_causal=True, scale=scale)]
     outs = []
     for start in range(0, num_queries, _MASK_ROWS):
         rows = min(_MASK_ROWS, num_queries - start)
@@ -57,9 +64,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> list
         mask = torch.ones((rows, seen), dtype=torch.bool, device=q.device).tril(seen - rows)
         tile = q[:, :, start : start + rows]
         outs.append(
-            F.scaled_dot_product_attention(
-                tile, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scale
-            )
+            _fused_attention(tile, k[:, :, :seen], v[:, :, :seen], attn_mask=mask, scale=scale)
         )
     return outs
 
@@ -73,6 +78,25 @@ def latent_attention(
     for n, length in enumerate(lengths):
         # The heads of the one query are the rows of one attention head; rows are keys and values.
         rows = kv_latent[None, n : n + 1, :length]
-        mixed = F.scaled_dot_product_attention(q_latent[None, n : n + 1], rows, rows, scale=scale)
+        mixed = _fused_attention(q_latent[None, n : n + 1], rows, rows, scale=scale)
         out[n] = mixed[0, 0, :, :kv_lora_rank]
     return out
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float,
+) -> Tensor:
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale
+        )
+    with sdpa_kernel(_CUDA_BACKENDS):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale
+        )
