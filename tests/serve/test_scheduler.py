@@ -99,6 +99,19 @@ def test_priority_goes_before_arrival_and_takes_a_place_from_a_lower_one() -> No
     assert engine.finished == [high, low] and low.num_preemptions == 1
 
 
+def test_one_that_gave_way_does_not_come_back_before_the_higher_one() -> None:
+    engine = toy(num_pages=34)
+    low = [engine.submit(ids(150, seed), 30, priority=1) for seed in range(2)]
+    for _ in range(3):
+        engine.step()
+    high = engine.submit(ids(300, 2), 1)
+    for _ in range(3):
+        engine.step()
+    assert high.table is not None
+    assert [sequence.num_preemptions for sequence in low] == [1, 1]
+    engine.drain()
+
+
 def test_waiting_makes_up_for_a_lower_priority() -> None:
     engine = toy(max_running=1, ageing_s=5.0)
     engine.submit(ids(8), 20)
