@@ -19,23 +19,14 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
-from baltoro.model.config import MlaConfig, ModelConfig, MoeConfig, VisionConfig
+from baltoro.model.config import FP32_SUFFIXES, MlaConfig, ModelConfig, MoeConfig, VisionConfig
 
 DTYPE_BYTES: Mapping[str, int] = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4}
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 MXFP4_GROUP = 32  # inputs that share one scale byte
 
 # F32 on disk and in the model, whatever the dtype of the rest.
-FP32_SUFFIXES = (
-    ".q_conv1d.weight",
-    ".k_conv1d.weight",
-    ".v_conv1d.weight",
-    ".A_log",
-    ".dt_bias",
-    ".o_norm.weight",
-    ".e_score_correction_bias",
-    ".expert_bias",
-)
+RELEASE_FP32_SUFFIXES = (*FP32_SUFFIXES, ".e_score_correction_bias")
 
 SINGLE_FILE_BYTES = 5_000_000_000  # above this a checkpoint is cut into shards
 SINGLE_FILE = "model.safetensors"
@@ -91,7 +82,7 @@ class Layout:
 
 def is_fp32(name: str) -> bool:
     """Whether a tensor of this name, on disk or in the model, is F32 by rule."""
-    return name.endswith(FP32_SUFFIXES)
+    return name.endswith(RELEASE_FP32_SUFFIXES)
 
 
 def is_kimi_linear(config: ModelConfig) -> bool:

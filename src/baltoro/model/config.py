@@ -10,6 +10,17 @@ from typing import Literal
 Mixer = Literal["kda", "mla"]
 Activation = Literal["situ", "silu"]
 
+# tensors that are fp32 on disk and in memory whatever the dtype of the rest (`k3-facts` 3.9)
+FP32_SUFFIXES = (
+    ".q_conv1d.weight",
+    ".k_conv1d.weight",
+    ".v_conv1d.weight",
+    ".A_log",
+    ".dt_bias",
+    ".o_norm.weight",
+    ".expert_bias",
+)
+
 
 def _require(ok: bool, field: str, value: object, rule: str) -> None:
     if not ok:

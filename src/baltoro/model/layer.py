@@ -16,7 +16,7 @@ from baltoro.model.kda import Kda
 from baltoro.model.mla import Mla
 from baltoro.model.mlp import Mlp
 from baltoro.model.moe import Moe, MoeOutput
-from baltoro.model.norm import RmsNorm
+from baltoro.model.norm import RmsNorm, backbone_norm
 from baltoro.ops.attn_res import attn_res_mix
 
 
@@ -51,24 +51,23 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, layer_idx: int) -> None:
         super().__init__()
         size = config.hidden_size
-        norm = {"eps": config.rms_norm_eps, "impl": config.impl.rms_norm}
         self.impl = config.impl.attn_res
         block_size = config.attn_res_block_size
         self.use_attn_res = block_size is not None
         self.starts_block = block_size is not None and layer_idx % block_size == 0
-        self.input_layernorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        self.input_layernorm = backbone_norm(config, size)
         mixer = Kda if config.mixers[layer_idx] == "kda" else Mla
         self.self_attn = mixer(config, layer_idx)
-        self.post_attention_layernorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        self.post_attention_layernorm = backbone_norm(config, size)
         if config.is_moe(layer_idx):
             assert config.moe is not None
             self.block_sparse_moe = Moe(config, config.moe)
         else:
             self.mlp = Mlp(config, config.intermediate_size)
         if self.use_attn_res:
-            self.self_attention_res_norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+            self.self_attention_res_norm = backbone_norm(config, size)
             self.self_attention_res_proj = nn.Linear(size, 1, bias=False)
-            self.mlp_res_norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+            self.mlp_res_norm = backbone_norm(config, size)
             self.mlp_res_proj = nn.Linear(size, 1, bias=False)
         self.is_moe = config.is_moe(layer_idx)
 

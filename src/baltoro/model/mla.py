@@ -23,15 +23,15 @@ class Mla(nn.Module):
         mla, size = config.mla, config.hidden_size
         self.config = config
         self.layer_idx = layer_idx
-        norm = {"eps": mla.latent_norm_eps, "impl": config.impl.rms_norm}
+        eps, impl = mla.latent_norm_eps, config.impl.rms_norm
         if mla.q_lora_rank is None:
             self.q_proj = nn.Linear(size, mla.num_heads * mla.qk_head_dim, bias=False)
         else:
             self.q_a_proj = nn.Linear(size, mla.q_lora_rank, bias=False)
-            self.q_a_layernorm = RmsNorm(mla.q_lora_rank, **norm)  # type: ignore[arg-type]
+            self.q_a_layernorm = RmsNorm(mla.q_lora_rank, eps=eps, impl=impl)
             self.q_b_proj = nn.Linear(mla.q_lora_rank, mla.num_heads * mla.qk_head_dim, bias=False)
         self.kv_a_proj_with_mqa = nn.Linear(size, mla.kv_latent_dim, bias=False)
-        self.kv_a_layernorm = RmsNorm(mla.kv_lora_rank, **norm)  # type: ignore[arg-type]
+        self.kv_a_layernorm = RmsNorm(mla.kv_lora_rank, eps=eps, impl=impl)
         self.kv_b_proj = nn.Linear(
             mla.kv_lora_rank, mla.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), bias=False
         )

@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from baltoro.model.cache import Cache
-from baltoro.model.config import ModelConfig
+from baltoro.model.config import FP32_SUFFIXES, ModelConfig
 from baltoro.model.init import init_weights
 from baltoro.model.layer import AttnRes, Layer, LayerOutput
 from baltoro.model.mtp import MtpLayer, MtpOutput
-from baltoro.model.norm import RmsNorm
+from baltoro.model.norm import backbone_norm
 from baltoro.model.vision import Projector, VisionTower, check_grids
-
-# fp32 on disk and in memory whatever the model's dtype (release; `k3-facts` 3.9)
-FP32_SUFFIXES = ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight", "expert_bias")
 
 
 class ModelOutput(NamedTuple):
@@ -43,13 +40,12 @@ class Model(nn.Module):
         self.processor: Any = None
         self.release: Any = None
         size = config.hidden_size
-        norm = {"eps": config.rms_norm_eps, "impl": config.impl.rms_norm}
         self.embed_tokens = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
         if config.attn_res_block_size is not None:
-            self.output_attn_res_norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+            self.output_attn_res_norm = backbone_norm(config, size)
             self.output_attn_res_proj = nn.Linear(size, 1, bias=False)
-        self.norm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        self.norm = backbone_norm(config, size)
         self.lm_head = nn.Linear(size, config.vocab_size, bias=False)
         if config.num_mtp_layers:
             self.mtp_layers = nn.ModuleList(

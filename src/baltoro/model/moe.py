@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from baltoro.model.config import ModelConfig, MoeConfig
 from baltoro.model.mlp import Mlp
-from baltoro.model.norm import RmsNorm
+from baltoro.model.norm import backbone_norm
 from baltoro.ops.moe import Routing, moe_experts, moe_experts_mxfp4, route
 from baltoro.ops.mxfp4 import GROUP_SIZE, Mxfp4Tensor
 
@@ -127,9 +127,7 @@ class Moe(nn.Module):
             self.routed_expert_down_proj = nn.Linear(size, latent, bias=False)
             self.routed_expert_up_proj = nn.Linear(latent, size, bias=False)
             if moe.use_latent_norm:
-                self.routed_expert_norm = RmsNorm(
-                    latent, eps=config.rms_norm_eps, impl=config.impl.rms_norm
-                )
+                self.routed_expert_norm = backbone_norm(config, latent)
         if self.has_shared_experts:
             # the shared experts are one MLP of their summed width
             width = moe.num_shared_experts * moe.expert_intermediate_size

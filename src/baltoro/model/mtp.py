@@ -14,7 +14,7 @@ from baltoro.model.config import ModelConfig
 from baltoro.model.mla import Mla
 from baltoro.model.mlp import Mlp
 from baltoro.model.moe import Moe, MoeOutput
-from baltoro.model.norm import RmsNorm
+from baltoro.model.norm import backbone_norm
 
 
 class MtpOutput(NamedTuple):
@@ -30,7 +30,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.norm = RmsNorm(config.hidden_size, eps=config.rms_norm_eps, impl=config.impl.rms_norm)
+        self.norm = backbone_norm(config, config.hidden_size)
 
 
 class MtpLayer(nn.Module):
@@ -39,14 +39,13 @@ class MtpLayer(nn.Module):
     def __init__(self, config: ModelConfig, mtp_idx: int) -> None:
         super().__init__()
         size = config.hidden_size
-        norm = {"eps": config.rms_norm_eps, "impl": config.impl.rms_norm}
-        self.enorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
-        self.hnorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        self.enorm = backbone_norm(config, size)
+        self.hnorm = backbone_norm(config, size)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.input_layernorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        self.input_layernorm = backbone_norm(config, size)
         self.layer_idx = config.num_layers + mtp_idx
         self.self_attn = Mla(config, self.layer_idx)
-        self.post_attention_layernorm = RmsNorm(size, **norm)  # type: ignore[arg-type]
+        self.post_attention_layernorm = backbone_norm(config, size)
         if config.moe is None:
             self.mlp = Mlp(config, config.intermediate_size)
         else:

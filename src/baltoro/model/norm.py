@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from baltoro.model.config import ModelConfig
 from baltoro.ops.rms_norm import rms_norm
 
 
@@ -18,3 +19,8 @@ class RmsNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., D]` to `[..., D]`."""
         return rms_norm(x, self.weight, eps=self.eps, impl=self.impl)
+
+
+def backbone_norm(config: ModelConfig, size: int) -> RmsNorm:
+    """A norm of the backbone, with the model's own eps."""
+    return RmsNorm(size, eps=config.rms_norm_eps, impl=config.impl.rms_norm)
