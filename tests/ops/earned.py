@@ -23,17 +23,18 @@ def assert_earned(
     *,
     rounding_steps: float = 6.0,
     device: torch.device | str = "cpu",
+    impl: str = "torch",
 ) -> None:
-    """Hold the output and every gradient of `torch` to the budget of `harness`, in poisoned memory.
+    """Hold the output and every gradient of `impl` to the budget of `harness`, in poisoned memory.
 
     The exact values are the reference's in fp64 on the same rounded inputs; the budget is twice the
-    error of the reference in `dtype` plus a rounding band. Only `torch` runs on `device`.
+    error of the reference in `dtype` plus a rounding band. Only `impl` runs on `device`.
     """
     rounded = [tensor.to(dtype) for tensor in tensors]
     exact = _outcome(op, "reference", [tensor.double() for tensor in rounded])
     plain = _outcome(op, "reference", rounded)
     with poisoned_memory():
-        got = _outcome(op, "torch", [tensor.to(device) for tensor in rounded])
+        got = _outcome(op, impl, [tensor.to(device) for tensor in rounded])
     for index, x in enumerate(got):
         what = "output" if index == 0 else f"gradient of tensor {index - 1}"
         assert (x.dtype, x.shape) == (plain[index].dtype, plain[index].shape), what

@@ -92,6 +92,52 @@ def test_outputs_and_gradients_earn_their_tolerance(name, dtype):
     assert_earned(op, inputs, dtype, device="cuda")
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attention_earns_its_tolerance(causal):
+    op, inputs = OPS["varlen_attention"]
+    assert_earned(op, inputs, torch.bfloat16, device="cuda", impl="flash")
+    lengths = torch.tensor([1, 63, 64, 129, 300, 0, 77])
+    bounds = torch.cat([torch.zeros(1, dtype=lengths.dtype), lengths.cumsum(0)]).int()
+    num_tokens = int(lengths.sum())
+
+    def pack(impl, q, k, v):
+        return varlen_attention(
+            q,
+            k,
+            v,
+            cu_seqlens_q=bounds.to(q.device),
+            cu_seqlens_k=bounds.to(q.device),
+            causal=causal,
+            scale=192**-0.5,
+            impl=impl,
+        )
+
+    tensors = [randn(num_tokens, 2, dim, seed=dim + i) for i, dim in enumerate((192, 192, 128))]
+    assert_earned(pack, tensors, torch.bfloat16, device="cuda", impl="flash")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 70, 1000])
+def test_grouped_experts_earn_their_tolerance(num_tokens):
+    def op(impl, x, weights, gate_up, down):
+        return moe_experts(
+            x,
+            experts_of(x.shape[0]).to(x.device),
+            weights.to(torch.promote_types(x.dtype, torch.float32)),
+            gate_up,
+            down,
+            **GLU,
+            impl=impl,
+        )
+
+    tensors = [
+        randn(num_tokens, 64),
+        randn(num_tokens, 2),
+        randn(6, 96, 64) / 8,
+        randn(6, 64, 48) / 7,
+    ]
+    assert_earned(op, tensors, torch.bfloat16, device="cuda", impl="grouped")
+
+
 @pytest.mark.parametrize("num_experts", [8, 896])
 def test_among_equal_scores_the_lowest_id_wins(num_experts):
     logits = torch.zeros(300, num_experts, device="cuda")

@@ -1,8 +1,10 @@
 import pytest
 import torch
 from ops.earned import Allocations, assert_earned, randn
+from ops.harness import poisoned_memory
 from torch.autograd import gradcheck
 
+from baltoro.ops.impl import ImplError
 from baltoro.ops.moe import dense, moe_experts
 
 NUM_EXPERTS = 6
@@ -55,6 +57,33 @@ def test_the_dense_form_earns_its_tolerance(num_tokens, activation, dtype):
         return experts(impl, ids, *tensors, activation=activation)
 
     assert_earned(op, inputs(num_tokens), dtype)
+
+
+@pytest.mark.parametrize("activation", ["situ", "silu"])
+@pytest.mark.parametrize("num_tokens", [1, 8, 333])
+def test_the_grouped_form_earns_its_tolerance(num_tokens, activation):
+    ids = distinct_ids(num_tokens)
+
+    def op(impl, *tensors):
+        return experts(impl, ids, *tensors, activation=activation)
+
+    assert_earned(op, inputs(num_tokens, inner=16), torch.bfloat16, impl="grouped")
+
+
+def test_the_grouped_form_leaves_a_zero_gradient_to_an_expert_without_tokens():
+    ids = torch.tensor([[0, 2], [2, 4], [4, 0]])
+    leaves = [t.bfloat16().requires_grad_() for t in inputs(3, inner=16)]
+    with poisoned_memory():
+        experts("grouped", ids, *leaves).sum().backward()
+    for weight in leaves[2:]:
+        assert weight.grad[[1, 3, 5]].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("dtype", "inner"), [(torch.float32, 16), (torch.bfloat16, 12)])
+def test_the_grouped_form_refuses_what_it_cannot_serve(dtype, inner):
+    tensors = [t.to(dtype) for t in inputs(3, inner=inner)]
+    with pytest.raises(ImplError, match="grouped"):
+        experts("grouped", distinct_ids(3), *tensors)
 
 
 def test_many_active_experts_earn_the_tolerance_too():

@@ -18,6 +18,7 @@ from baltoro.ops.kda import (
     recurrent_kda,
     softplus_gate,
 )
+from baltoro.ops.kda.fused import chunk_kda_fused
 from baltoro.ops.rms_norm import gated_rms_norm
 from baltoro.ops.short_conv import short_conv
 
@@ -71,27 +72,36 @@ class Kda(nn.Module):
         impl, kda = self.config.impl, self.config.kda
         conv_state, state = (None, None) if cache is None else cache.kda_state(self.layer_idx)
         q_THK, k_THK, v_THV, new_conv_state = self._qkv(x_TD, cu_seqlens, conv_state)
-        g_THK = self._log_decay(x_TD)
-        # fp32: beta enters a recurrence over the whole sequence
-        beta_TH = torch.sigmoid(self.b_proj(x_TD).to(g_THK.dtype))
+        logits_THK = self.f_b_proj(self.f_a_proj(x_TD)).view_as(q_THK)
+        beta_logits_TH = self.b_proj(x_TD)
         if cache is not None and cache.form == "decode":
             out = recurrent_kda(
-                q_THK,
-                k_THK,
+                *self._unit(q_THK, k_THK),
                 v_THV,
-                g_THK,
-                beta_TH,
+                *self._gates(logits_THK, beta_logits_TH),
                 cu_seqlens=cu_seqlens,
                 initial_state=state,
                 impl=impl.kda,
             )
-        else:
+        elif kda.gate_lower_bound is None:
             out = chunk_kda(
+                *self._unit(q_THK, k_THK),
+                v_THV,
+                *self._gates(logits_THK, beta_logits_TH),
+                cu_seqlens=cu_seqlens,
+                initial_state=state,
+                gate_lower_bound=None,
+                impl=impl.kda,
+            )
+        else:
+            out = chunk_kda_fused(
                 q_THK,
                 k_THK,
                 v_THV,
-                g_THK,
-                beta_TH,
+                logits_THK,
+                beta_logits_TH,
+                self.A_log,
+                self.dt_bias,
                 cu_seqlens=cu_seqlens,
                 initial_state=state,
                 gate_lower_bound=kda.gate_lower_bound,
@@ -122,15 +132,19 @@ class Kda(nn.Module):
         )
         heads, dim = self.config.kda.num_heads, self.config.kda.head_dim
         q_THK, k_THK, v_THV = mixed.y.view(-1, 3, heads, dim).unbind(1)
-        q_THK = l2_normalize(q_THK, scale=dim**-0.5)
-        return q_THK, l2_normalize(k_THK), v_THV, mixed.final_state
+        return q_THK, k_THK, v_THV, mixed.final_state
 
-    def _log_decay(self, x_TD: Tensor) -> Tensor:
-        kda = self.config.kda
-        logits_THK = self.f_b_proj(self.f_a_proj(x_TD)).view(-1, kda.num_heads, kda.head_dim)
-        if kda.gate_lower_bound is None:
-            return softplus_gate(logits_THK, self.A_log, self.dt_bias)
-        return bounded_gate(logits_THK, self.A_log, self.dt_bias, lower_bound=kda.gate_lower_bound)
+    def _unit(self, q_THK: Tensor, k_THK: Tensor) -> tuple[Tensor, Tensor]:
+        return l2_normalize(q_THK, scale=q_THK.shape[-1] ** -0.5), l2_normalize(k_THK)
+
+    def _gates(self, logits_THK: Tensor, beta_logits_TH: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-decay `[T, H, K]` and write strength `[T, H]`, fp32: they enter a long recurrence."""
+        bound = self.config.kda.gate_lower_bound
+        if bound is None:
+            g_THK = softplus_gate(logits_THK, self.A_log, self.dt_bias)
+        else:
+            g_THK = bounded_gate(logits_THK, self.A_log, self.dt_bias, lower_bound=bound)
+        return g_THK, torch.sigmoid(beta_logits_TH.to(g_THK.dtype))
 
     def _out_gate(self, x_TD: Tensor) -> Tensor:
         if self.config.kda.use_full_rank_gate:

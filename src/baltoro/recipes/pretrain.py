@@ -10,6 +10,7 @@ from rich.console import Console
 
 from baltoro import config as plain
 from baltoro.config import replace
+from baltoro.model.config import ImplConfig
 from baltoro.model.counts import parameter_counts
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
@@ -24,6 +25,8 @@ from baltoro.train.loop import Sample
 from baltoro.train.pretrain import pretrain
 
 Schedule = Literal["cosine", "wsd"]
+# bf16 on an NVIDIA GPU
+GPU_IMPL = ImplConfig(kda="triton", attention="flash", moe="grouped")
 PROMPTS = ("The ", "Once upon a time", "def ")
 
 
@@ -42,6 +45,8 @@ def pretrain_config(
     rung = ladder.rung(size)
     horizon = rung.num_tokens if num_tokens is None else num_tokens
     model = dataclasses.replace(preset(rung.preset), num_mtp_layers=rung.num_mtp_layers)
+    if is_gpu:
+        model = dataclasses.replace(model, impl=GPU_IMPL)
     num_active = parameter_counts(model).active
     batch = ladder.tokens_per_step(num_active, horizon, rung.seq_len)
     peak = ladder.peak_learning_rate(num_active, horizon)

@@ -8,12 +8,20 @@ from itertools import pairwise
 from torch import Tensor
 
 from baltoro.ops.impl import choose
-from baltoro.ops.mla import dense, reference
+from baltoro.ops.mla import dense, flash, reference
 
 __all__ = ["latent_attention", "varlen_attention"]
 
-_VARLEN = {"reference": reference.varlen_attention, "torch": dense.varlen_attention}
-_LATENT = {"reference": reference.latent_attention, "torch": dense.latent_attention}
+_VARLEN = {
+    "reference": reference.varlen_attention,
+    "torch": dense.varlen_attention,
+    "flash": flash.varlen_attention,
+}
+_LATENT = {
+    "reference": reference.latent_attention,
+    "torch": dense.latent_attention,
+    "flash": dense.latent_attention,  # one query a sequence: nothing to pack
+}
 
 
 def varlen_attention(

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor
 
 from baltoro.ops.impl import choose
-from baltoro.ops.moe import dense, reference
+from baltoro.ops.moe import dense, grouped, reference
 from baltoro.ops.moe.routing import Routing, route
 from baltoro.ops.moe.shared import Glu
 from baltoro.ops.mxfp4 import Mxfp4Tensor, check_mxfp4
 
 __all__ = ["Routing", "moe_experts", "moe_experts_mxfp4", "route"]
 
-_EXPERTS = {"reference": reference.moe_experts, "torch": dense.moe_experts}
+_EXPERTS = {
+    "reference": reference.moe_experts,
+    "torch": dense.moe_experts,
+    "grouped": grouped.moe_experts,
+}
 _EXPERTS_MXFP4 = {
     "reference": reference.moe_experts_mxfp4,
     "torch": dense.moe_experts_mxfp4,
@@ -42,12 +46,15 @@ def moe_experts(
     `gate_up_proj` `[E, 2F, Z]` with the gate rows first; `down_proj` `[E, Z, F]`, both in the dtype
     of `x`. Expert outputs are rounded to that dtype, then weighted and summed in the dtype of
     `weights`. Experts without a token get a zero gradient. The caps are ignored by `silu`.
+    `impl="grouped"` (bf16) keeps everything on the device and trusts the ids.
     """
     glu = _glu(activation, situ_beta, situ_linear_beta)
     for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if weight.dtype != x.dtype:
             raise ValueError(f"moe_experts: {name} is {weight.dtype}, x is {x.dtype}; cast one")
-    _check_tokens("moe_experts", x, expert_ids, weights, gate_up_proj.shape[0])
+    _check_tokens("moe_experts", x, expert_ids, weights)
+    if impl != "grouped":
+        _check_ids("moe_experts", expert_ids, gate_up_proj.shape[0])
     _check_shapes("moe_experts", x, gate_up_proj.shape, down_proj.shape)
     return choose("moe", impl, _EXPERTS)(x, expert_ids, weights, gate_up_proj, down_proj, glu)
 
@@ -77,7 +84,8 @@ def moe_experts_mxfp4(
         )
     check_mxfp4("moe_experts_mxfp4: gate_up", gate_up)
     check_mxfp4("moe_experts_mxfp4: down", down)
-    _check_tokens("moe_experts_mxfp4", x, expert_ids, weights, gate_up.packed.shape[0])
+    _check_tokens("moe_experts_mxfp4", x, expert_ids, weights)
+    _check_ids("moe_experts_mxfp4", expert_ids, gate_up.packed.shape[0])
     shapes = [(*w.packed.shape[:-1], w.packed.shape[-1] * 2) for w in (gate_up, down)]
     _check_shapes("moe_experts_mxfp4", x, *shapes)
     return choose("moe", impl, _EXPERTS_MXFP4)(x, expert_ids, weights, gate_up, down, glu)
@@ -97,9 +105,7 @@ def _glu(
     return Glu(activation, situ_beta, situ_linear_beta)
 
 
-def _check_tokens(
-    op: str, x: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int
-) -> None:
+def _check_tokens(op: str, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
     if x.dim() != 2:
         raise ValueError(f"{op}: x has shape {list(x.shape)}; expected [T, Z]")
     if expert_ids.dim() != 2 or expert_ids.shape[0] != x.shape[0] or expert_ids.shape[1] < 1:
@@ -114,6 +120,9 @@ def _check_tokens(
             f"{op}: weights is {weights.dtype} {list(weights.shape)}; "
             f"expected {high} {list(expert_ids.shape)}"
         )
+
+
+def _check_ids(op: str, expert_ids: Tensor, num_experts: int) -> None:
     if expert_ids.numel() > 0:
         low, top = (int(bound) for bound in torch.aminmax(expert_ids))
         if low < 0 or top >= num_experts:

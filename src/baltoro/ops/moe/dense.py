@@ -87,7 +87,7 @@ def _one_token(
 ) -> Tensor:
     (row,) = x.unbind()
     inner = torch.stack([torch.mv(gate_up(expert), row) for expert in experts])
-    acts = _activate(inner, glu).unbind()
+    acts = activate(inner, glu).unbind()
     y = torch.stack([torch.mv(down(e), act) for e, act in zip(experts, acts, strict=True)])
     return torch.mm(weights, y.to(weights.dtype)).to(x.dtype)
 
@@ -119,14 +119,16 @@ def _batches(counts: list[int]) -> list[tuple[slice, list[Segment]]]:
     return batches
 
 
-def _activate(inner: Tensor, glu: Glu) -> Tensor:
+def activate(inner: Tensor, glu: Glu) -> Tensor:
+    """The gated unit on pre-activations `[R, 2F]`, gate columns first: `[R, F]`."""
     gate, up = inner.chunk(2, dim=-1)
     if glu.activation == "situ":
         return situ.situ_glu_forward(gate, up, glu.beta, glu.linear_beta)
     return situ.swiglu_forward(gate, up)
 
 
-def _activate_backward(d_act: Tensor, inner: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
+def activate_backward(d_act: Tensor, inner: Tensor, glu: Glu) -> tuple[Tensor, Tensor]:
+    """The activation `[R, F]` again and the gradient of `inner`, from that of the activation."""
     gate, up = inner.chunk(2, dim=-1)
     if glu.activation == "situ":
         act, d_gate, d_up = situ.situ_glu_backward(d_act, gate, up, glu.beta, glu.linear_beta)
@@ -150,7 +152,7 @@ def _forward(
     for rows, segments in plan.batches:
         for expert, own in segments:
             torch.mm(x_sorted[own], gate_up(expert).T, out=inner[own])
-        act = _activate(inner[rows], glu)
+        act = activate(inner[rows], glu)
         for expert, own in segments:
             local = slice(own.start - rows.start, own.stop - rows.start)
             torch.mm(act[local], down(expert).T, out=y_sorted[own])
@@ -199,7 +201,7 @@ class _Experts(torch.autograd.Function):
                 local = slice(own.start - rows.start, own.stop - rows.start)
                 torch.mm(d_y[own], down_proj[expert], out=d_act[local])
             weight = weight_sorted[rows]
-            act, d_inner = _activate_backward(d_act * weight, inner[rows], ctx.glu)
+            act, d_inner = activate_backward(d_act * weight, inner[rows], ctx.glu)
             d_weight_sorted[rows] = (d_act * act).sum(-1, keepdim=True, dtype=weight.dtype)
             act = (act * weight).to(x.dtype)
             for expert, own in segments:
