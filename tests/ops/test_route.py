@@ -119,3 +119,13 @@ def test_wrong_inputs_name_the_field():
         choose(logits, num_groups=4, topk_groups=5)
     with pytest.raises(ValueError, match="num_experts_per_token=3 must be between 1 and 2"):
         choose(logits, num_experts_per_token=3, num_groups=4, topk_groups=1)
+
+
+def test_scores_carry_the_router_s_gradient_when_asked_for_and_are_the_same():
+    logits = randn(4, 8).requires_grad_()
+    routing = choose(logits, has_score_gradient=True)
+    plain = choose(logits)
+    assert torch.equal(routing.scores, plain.scores) and torch.equal(routing.weights, plain.weights)
+    (grad,) = torch.autograd.grad(routing.scores.sum(), logits)
+    expected = torch.sigmoid(logits) * (1 - torch.sigmoid(logits))
+    torch.testing.assert_close(grad, expected)

@@ -10,6 +10,7 @@ from train.batch import tiny_batch
 
 from baltoro.model.model import Model
 from baltoro.optim.config import OptimConfig
+from baltoro.optim.optimizer import Optimizer
 from baltoro.optim.router_health import RouterWarning
 from baltoro.train.config import StepConfig
 from baltoro.train.learner import build_learner
@@ -204,6 +205,81 @@ def test_the_sign_rule_moves_biases_by_its_step():
     learner = learner_of(balancing="sign", sign_step_size=0.25)
     result = train_step(learner, [tiny_batch()], lr=1e-3)
     assert 0.0 < result.balances["layers.1"].bias_drift <= 0.5
+
+
+def aux_learner(**changes):
+    return learner_of(balancing="aux", aux_loss_weight=2.0, **changes)
+
+
+def test_the_auxiliary_loss_is_part_of_the_gradient_and_leaves_the_biases_at_zero(monkeypatch):
+    """Its gradient is that of its formula, written out, over both micro-batches by their tokens."""
+    batches = [tiny_batch(1, lengths=(20,)), tiny_batch(2, lengths=(6,))]
+    monkeypatch.setattr(Optimizer, "step", lambda self, lr: None)
+    plain = learner_of(balancing="sign", sign_step_size=0.0, grad_clip=math.inf)
+    aux = aux_learner(grad_clip=math.inf)
+    train_step(plain, batches, lr=1e-3)
+    result = train_step(aux, batches, lr=1e-3)
+    gates = [f"layers.{i}.block_sparse_moe.gate.weight" for i in range(1, 5)]
+    found = [
+        aux.optimizer.parameters[name].grad - plain.optimizer.parameters[name].grad
+        for name in gates
+    ]
+    expected = learner_of()
+    model, total = expected.model, 0.0
+    inputs = []
+    for i in range(1, 5):
+        router = model.get_submodule(f"layers.{i}.block_sparse_moe.gate")
+        router.register_forward_hook(lambda router, x, out: inputs.append((router, x[0])))
+    for batch in batches:
+        inputs.clear()
+        model(batch.tokens, batch.cu_seqlens)
+        for router, x_TD in inputs:
+            scores = torch.sigmoid(x_TD @ router.weight.T)
+            chosen = torch.zeros_like(scores).scatter(1, scores.topk(2).indices, 1.0)
+            shares = chosen.mean(0) * 6 / 2
+            means = (scores / scores.sum(1, keepdim=True)).mean(0)
+            total = total + (shares * means).sum() * len(batch.tokens) / 26
+    assert result.numbers["router/aux_loss"] == pytest.approx(total.item() / 4, rel=1e-5)
+    (2.0 * total).backward()
+    for name, grad in zip(gates, found, strict=True):
+        torch.testing.assert_close(grad, expected.optimizer.parameters[name].grad)
+    for bias in aux.balancer.biases.values():
+        assert bias.count_nonzero() == 0
+    assert result.balances["layers.1"].num_tokens == 26
+
+
+def test_the_auxiliary_loss_evens_the_loads():
+    """From a router that begins with nearly the same rows, so that chance decides the loads."""
+    vios = []
+    for step in ({"balancing": "aux", "aux_loss_weight": 2.0}, {"balancing": "sign"}):
+        config = tiny_k3(mixers=("kda", "mla"))
+        learner = learner_of(config=config, **{"sign_step_size": 0.0} | step)
+        with torch.no_grad():
+            weight = learner.optimizer.masters["layers.1.block_sparse_moe.gate.weight"]
+            weight[1:] = weight[:1] + 0.1 * weight[1:]
+        for seed in range(30):
+            result = train_step(learner, [tiny_batch(seed, lengths=(64, 64))], lr=1e-2)
+        vios.append(result.numbers["router/max_vio"])
+    assert vios[0] < 0.5 * vios[1], vios
+
+
+def test_recompute_changes_nothing_with_an_auxiliary_loss_either():
+    first = train_step(aux_learner(), [tiny_batch()], lr=1e-3)
+    second = train_step(aux_learner(recompute=True), [tiny_batch()], lr=1e-3)
+    assert first.numbers == second.numbers
+
+
+def test_router_scores_carry_no_gradient_but_for_the_auxiliary_loss():
+    batch = tiny_batch()
+    for learner, expected in ((learner_of(), False), (aux_learner(), True)):
+        scores = learner.model(batch.tokens, batch.cu_seqlens).router_scores
+        assert {each.requires_grad for each in scores} == {expected}
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf])
+def test_an_auxiliary_weight_that_does_nothing_or_everything_is_refused(weight):
+    with pytest.raises(ValueError, match=r"step\.aux_loss_weight"):
+        StepConfig(balancing="aux", aux_loss_weight=weight)
 
 
 def test_one_expert_per_token_with_renormalised_weights_is_warned_of():

@@ -21,7 +21,8 @@ class MoeOutput(NamedTuple):
     """What the mixture returns."""
 
     y: Tensor  # [T, D]
-    scores: Tensor  # [T, E] fp32, router scores before any bias, without gradient
+    # [T, E] fp32, router scores before any bias; without gradient unless the router gives it
+    scores: Tensor
 
 
 class Router(nn.Module):
@@ -32,6 +33,8 @@ class Router(nn.Module):
     def __init__(self, config: MoeConfig, hidden_size: int) -> None:
         super().__init__()
         self.config = config
+        # set by a trainer whose loss reads the scores (an auxiliary loss); nothing else needs it
+        self.has_score_gradient = False
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
@@ -49,6 +52,7 @@ class Router(nn.Module):
             scaling_factor=config.routed_scaling_factor,
             num_groups=config.num_expert_groups,
             topk_groups=config.topk_groups,
+            has_score_gradient=self.has_score_gradient,
         )
 
 
@@ -146,4 +150,4 @@ class Moe(nn.Module):
             y_TD = self.experts(x_TD, routing)
         if self.has_shared_experts:
             y_TD = y_TD + self.shared_experts(x_TD)
-        return MoeOutput(y_TD, routing.scores.detach())
+        return MoeOutput(y_TD, routing.scores)

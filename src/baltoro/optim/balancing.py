@@ -281,9 +281,13 @@ def auxiliary_loss(
     """The load-balancing loss sum_j f_j P_j of one micro-batch, `[]`, at least about 1; the older
     alternative.
 
-    f_j is expert j's share of the choices times E, P_j the mean of its scores after they are
-    normalised per token. `scores` `[T, E]` must carry gradient; f_j has none. The caller multiplies
-    by its coefficient (1e-3 is usual). Zero without tokens.
+        f_j = E / (A T) sum_t [t chose j]        P_j = 1 / T sum_t s_tj / sum_i s_ti
+
+    The form over all tokens together, not the one by sequence: that is what the loss-free paper
+    measures against (arXiv 2408.15664, coefficient 1e-3; `k3-recipe` 5.2). Sigmoid scores do not
+    sum to one, so they are divided by their sum, as DeepSeek-V3 does (arXiv 2412.19437, 2.1.2).
+    `scores` `[T, E]` must carry gradient; f_j has none. The caller multiplies by its coefficient.
+    Zero without tokens.
     """
     loads = expert_loads(
         scores.detach(), bias, num_experts_per_token=num_experts_per_token, mask=mask

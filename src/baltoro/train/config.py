@@ -2,13 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from baltoro.model.config import ModelConfig
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.schedule import ScheduleConfig
 
-Balancing = Literal["quantile", "sign"]
+Balancing = Literal["quantile", "sign", "aux"]
 
 
 def require(ok: bool, field: str, value: object, rule: str) -> None:
@@ -27,6 +27,9 @@ class StepConfig:
     balancing: Balancing = "quantile"
     balance_ema: float = 0.0  # weight of the old bias in the new one, quantile only
     sign_step_size: float = 1e-3  # of the sign rule, to compare with
+    aux_loss_weight: float = (
+        1e-3  # of the auxiliary loss, aux only; `k3-recipe` 5.2 compares with it
+    )
     qk_clip_tau: float = 100.0  # K2's limit of an attention logit (`optim.qk_clip`)
     # the logits are measured, and clipped, in every so many steps: a clip may be that much late
     qk_clip_every: int = 1
@@ -35,11 +38,13 @@ class StepConfig:
         require(self.grad_clip > 0, "step.grad_clip", self.grad_clip, "must be positive")
         weight = self.mtp_loss_weight
         require(0 <= weight < math.inf, "step.mtp_loss_weight", weight, "must not be negative")
+        aux = self.aux_loss_weight
+        require(0 < aux < math.inf, "step.aux_loss_weight", aux, "must be positive and finite")
         tau = self.qk_clip_tau
         require(tau > 0, "step.qk_clip_tau", tau, "must be positive")
         every = self.qk_clip_every
         require(every >= 1, "step.qk_clip_every", every, "must be at least 1")
-        kinds = ("quantile", "sign")
+        kinds = get_args(Balancing)
         require(self.balancing in kinds, "step.balancing", self.balancing, f"one of {kinds}")
 
 

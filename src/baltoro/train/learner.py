@@ -12,6 +12,7 @@ from torch import Tensor
 from baltoro.model.config import ModelConfig
 from baltoro.model.mla import Mla
 from baltoro.model.model import Model
+from baltoro.model.moe import Router
 from baltoro.optim.assignment import Assignment, assign
 from baltoro.optim.balancing import QuantileBalancer, SignBalancer
 from baltoro.optim.config import OptimConfig
@@ -50,6 +51,9 @@ def build_learner(model: Model, optim: OptimConfig, config: StepConfig) -> Learn
             num_experts_per_token=moe.num_experts_per_token, renormalize=moe.renormalize
         )
         balancer = _balancer(model, config)
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.has_score_gradient = config.balancing == "aux"
     return Learner(
         model=model.train(),
         optimizer=Optimizer(parameters, assignment_of(model), optim),
@@ -127,6 +131,9 @@ def _balancer(model: Model, config: StepConfig) -> Balancer:
     top_k = moe.num_experts_per_token
     if config.balancing == "quantile":
         return QuantileBalancer(biases, num_experts_per_token=top_k, ema=config.balance_ema)
+    if config.balancing == "aux":
+        # counts loads and leaves the biases at zero: the loss alone balances
+        return SignBalancer(biases, num_experts_per_token=top_k, step_size=0.0)
     return SignBalancer(
         biases, num_experts_per_token=top_k, step_size=config.sign_step_size, is_centred=True
     )

@@ -1,10 +1,11 @@
 """One step: micro-batches to gradients, one update, then what follows an update.
 
-    loss = sum_t w_t l_t / sum_t w_t + m * (the same over each MTP layer)
+    loss = sum_t w_t l_t / sum_t w_t + m * (the same over each MTP layer) + a * sum over MoE layers
 
 with l_t the cross entropy of `targets[t]` and both sums over all micro-batches of the step. MTP
-layer i predicts from position t the target of position t + 1 + i. After the update, in this order:
-QK-Clip on the masters, the routers' next bias.
+layer i predicts from position t the target of position t + 1 + i. The last term, the auxiliary loss
+of every router averaged over micro-batches by their tokens, is there only with `balancing="aux"`.
+After the update, in this order: QK-Clip on the masters, the routers' next bias.
 
 A step whose loss or gradient is not finite changes nothing: no weight, no momentum, no bias.
 """
@@ -20,12 +21,19 @@ from torch import Tensor
 from baltoro.data.pack import PackedBatch
 from baltoro.model.model import Model, ModelOutput
 from baltoro.ops.cross_entropy import linear_cross_entropy
-from baltoro.optim.balancing import LayerBalance
+from baltoro.optim.balancing import LayerBalance, auxiliary_loss
 from baltoro.optim.grad_clip import clip_grad_norm_
 from baltoro.optim.qk_clip import qk_clip_
 from baltoro.optim.router_health import RouterAlarm, router_alarms
 from baltoro.train.attention_logits import record_max_logits
-from baltoro.train.learner import Learner, device_of, qk_weights, router_layers, router_parameter
+from baltoro.train.learner import (
+    Balancer,
+    Learner,
+    device_of,
+    qk_weights,
+    router_layers,
+    router_parameter,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +51,11 @@ class StepResult:
 class _Sums:
     """Sums over the micro-batches of a step, on the device."""
 
+    weight: float  # of all positions
+    num_positions: int
     loss: Tensor
     mtp_loss: Tensor
+    aux_loss: Tensor  # mean over layers
 
 
 def train_step(learner: Learner, batches: Sequence[PackedBatch], *, lr: float) -> StepResult:
@@ -59,14 +70,20 @@ def train_step(learner: Learner, batches: Sequence[PackedBatch], *, lr: float) -
         raise ValueError("weights: no position of this step's micro-batches carries weight")
     optimizer.zero_grad()
     device = device_of(model)
-    sums = _Sums(loss=torch.zeros((), device=device), mtp_loss=torch.zeros((), device=device))
+    sums = _Sums(
+        weight=total_weight,
+        num_positions=sum(len(batch.tokens) for batch in batches),
+        loss=torch.zeros((), device=device),
+        mtp_loss=torch.zeros((), device=device),
+        aux_loss=torch.zeros((), device=device),
+    )
     is_measured = learner.num_steps % config.qk_clip_every == 0
     max_logits: Mapping[str, Tensor] = {}
     with ExitStack() as stack:
         if is_measured:
             max_logits = stack.enter_context(record_max_logits(model))
         for batch in batches:
-            _accumulate(learner, batch, total_weight, sums)
+            _accumulate(learner, batch, sums)
     gradients = [
         parameter.grad for parameter in optimizer.parameters.values() if parameter.grad is not None
     ]
@@ -80,6 +97,8 @@ def train_step(learner: Learner, batches: Sequence[PackedBatch], *, lr: float) -
     }
     if model.config.num_mtp_layers:
         numbers["train/mtp_loss"] = float(sums.mtp_loss)
+    if learner.balancer is not None and config.balancing == "aux":
+        numbers["router/aux_loss"] = float(sums.aux_loss)
     learner.num_steps += 1
     if not (math.isfinite(numbers["train/loss"]) and math.isfinite(grad_norm)):
         if learner.balancer is not None:
@@ -129,7 +148,7 @@ def run_model(model: Model, batch: PackedBatch, *, recompute: bool = False) -> M
     )
 
 
-def _accumulate(learner: Learner, batch: PackedBatch, total_weight: float, sums: _Sums) -> None:
+def _accumulate(learner: Learner, batch: PackedBatch, sums: _Sums) -> None:
     """Forward and backward of one micro-batch; gradients add up in the parameters."""
     model, config = learner.model, learner.config
     device = device_of(model)
@@ -137,21 +156,36 @@ def _accumulate(learner: Learner, batch: PackedBatch, total_weight: float, sums:
     # a position without weight needs no target, and no logits
     targets_T = torch.where(weights_T > 0, targets_T, -100)
     output = run_model(model, batch, recompute=config.recompute)
-    loss = (token_losses(model, output, targets_T) * weights_T).sum() / total_weight
+    loss = (token_losses(model, output, targets_T) * weights_T).sum() / sums.weight
     sums.loss += loss.detach()
     scores = list(output.router_scores)
     if model.config.num_mtp_layers and config.mtp_loss_weight > 0.0:
         mtp_loss, mtp_scores = _mtp_loss(model, batch, output.mixture, targets_T, weights_T)
-        mtp_loss = mtp_loss / total_weight
+        mtp_loss = mtp_loss / sums.weight
         sums.mtp_loss += mtp_loss.detach()
         loss = loss + config.mtp_loss_weight * mtp_loss
         scores += mtp_scores
     if learner.balancer is not None:
         # a packed batch has no padding, and placeholders of images are routed like any token;
         # MTP layers without weight were not run and are not observed
-        for layer, scores_TE in zip(router_layers(model.config), scores, strict=False):
-            learner.balancer.observe(layer, scores_TE, phase="train")
+        by_layer = dict(zip(router_layers(model.config), scores, strict=False))
+        for layer, scores_TE in by_layer.items():
+            learner.balancer.observe(layer, scores_TE.detach(), phase="train")
+        if config.balancing == "aux":
+            aux_loss = _aux_loss(learner.balancer, by_layer) * len(batch.tokens)
+            aux_loss = aux_loss / sums.num_positions
+            sums.aux_loss += aux_loss.detach() / len(by_layer)
+            loss = loss + config.aux_loss_weight * aux_loss
     loss.backward()
+
+
+def _aux_loss(balancer: Balancer, scores: Mapping[str, Tensor]) -> Tensor:
+    """Sum over layers of the auxiliary loss of `scores`, each `[T, E]` with gradient."""
+    losses = [
+        auxiliary_loss(scores_TE, balancer.biases[layer], num_experts_per_token=balancer.top_k)
+        for layer, scores_TE in scores.items()
+    ]
+    return torch.stack(losses).sum()
 
 
 def _mtp_loss(

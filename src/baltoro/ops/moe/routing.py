@@ -11,7 +11,7 @@ _SUM_EPS = 1e-20  # of the released code, in the renormalisation
 class Routing(NamedTuple):
     """The router's decision for `T` tokens."""
 
-    scores: Tensor  # [T, E] unbiased, without gradient
+    scores: Tensor  # [T, E] unbiased, without gradient unless it was asked for
     expert_ids: Tensor  # int64 [T, A], best first
     weights: Tensor  # [T, A], carries the router's gradient
 
@@ -26,6 +26,7 @@ def route(
     scaling_factor: float,
     num_groups: int = 1,
     topk_groups: int = 1,
+    has_score_gradient: bool = False,
 ) -> Routing:
     """Choose `A = num_experts_per_token` of `E` experts per token.
 
@@ -34,6 +35,8 @@ def route(
     best biased scores stay, the others count as -inf. The weights are the unbiased scores of the
     chosen experts, divided by (their sum + 1e-20) if `renormalize`, times `scaling_factor`. Among
     equal biased scores the lowest expert id wins, and among equal groups the lowest group.
+    `has_score_gradient` lets the returned scores carry the router's gradient too, for an auxiliary
+    loss on them.
     """
     _check(router_logits, expert_bias, num_experts_per_token, activation, num_groups, topk_groups)
     if activation == "sigmoid":
@@ -50,7 +53,7 @@ def route(
         weights = weights / (weights.sum(-1, keepdim=True) + _SUM_EPS)
     if scaling_factor != 1.0:
         weights = weights * scaling_factor
-    return Routing(unbiased, expert_ids, weights)
+    return Routing(scores if has_score_gradient else unbiased, expert_ids, weights)
 
 
 def _first_largest(values: Tensor, count: int) -> Tensor:
