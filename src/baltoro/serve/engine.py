@@ -51,7 +51,7 @@ class EngineStats:
     prompt_tokens: int = 0  # of first admissions
     cached_tokens: int = 0  # of them from the cache
     new_tokens: int = 0
-    num_corrupted: int = 0  # replies ended by logits that are not finite
+    num_corrupted: int = 0  # replies ended by logits that are not finite, or by a grammar at fault
     finished: Counter[FinishReason] = field(default_factory=Counter)
     busy_s: float = 0.0  # inside steps
     computed_tokens: int = 0  # by the model
@@ -170,6 +170,9 @@ class Engine:
             return
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
+        if sequence.constraint is not None:
+            is_allowed = sequence.constraint.accept(token.id)
+            assert is_allowed, "a token was drawn that its grammar excludes"
         sequence.tokens.append(token.id)
         sequence.new_tokens.append(token)
         self.stats.new_tokens += 1

@@ -1,7 +1,7 @@
 """What a user asked for, and the sequence that it becomes in the engine. No torch."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from baltoro.serve.pages import Table
 from baltoro.serve.prefix import MediaSpan, extend_chain
@@ -11,6 +11,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Constraint(Protocol):
+    """Which tokens may come next in one reply. It has seen the reply's tokens in their order."""
+
+    def mask(self, logits_W: "Tensor") -> bool:
+        """Set to -inf, in place, what may not come next; False if nothing may, or it is at fault.
+
+        `logits_W` is `[W]` floating point, on any device.
+        """
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by one token; False, and nothing changes, if it may not come next."""
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` accepted tokens."""
+
+
+class Grammar(Protocol):
+    """What replies must look like; shared by all that must look alike."""
+
+    def start(self) -> Constraint:
+        """The constraint of a new reply."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -30,6 +53,7 @@ class Request:
     cache_salt: str = ""  # prefixes are shared only under an equal salt
     media: tuple[MediaSpan, ...] = ()  # where the pictures are and what they show
     image_features: "Tensor | None" = None  # [rows, D], one per placeholder token
+    grammar: Grammar | None = None  # None: any token may come
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -74,9 +98,12 @@ class Sequence:
     num_skips: int = 0  # sequences that were let in past it
     first_token_at: float | None = None  # seconds, of the engine's clock
     finish_reason: FinishReason | None = None
+    constraint: Constraint | None = None  # of the request's grammar
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
+        if self.request.grammar is not None:
+            self.constraint = self.request.grammar.start()
 
     @property
     def is_decoding(self) -> bool:

@@ -30,7 +30,8 @@ class Runner:
     def run(self, plan: StepPlan, weights_version: str) -> list[NewToken | None]:
         """For each of `plan.works` the token drawn; None if it is not due, or has no probability.
 
-        The second is a fault of the weights: the logits of that row are not finite.
+        The second is a fault of the weights, whose logits are not finite, or of a grammar that
+        lets nothing follow.
         """
         self.pool.prepare(plan.ops)
         hidden = []
@@ -85,7 +86,10 @@ class Runner:
         self, hidden_ND: Tensor, sequences: Series[Sequence], weights_version: str
     ) -> list[NewToken | None]:
         logits_NW = self.model.lm_head(hidden_ND).float()
-        is_finite = torch.isfinite(logits_NW).all(-1).tolist()
+        is_sound = torch.isfinite(logits_NW).all(-1).tolist()
+        for n, sequence in enumerate(sequences):
+            if sequence.constraint is not None:
+                is_sound[n] &= sequence.constraint.mask(logits_NW[n])
         rows = [
             Row(
                 sequence.request.sampling,
@@ -104,10 +108,10 @@ class Runner:
         for n, sequence in enumerate(sequences):
             count = min(sequence.request.num_logprobs, logprobs_NW.shape[-1])
             top: tuple[tuple[int, float], ...] = ()
-            if count and is_finite[n]:
+            if count and is_sound[n]:
                 best = logprobs_NW[n].topk(count)
                 pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
                 top = tuple((i, value) for i, value in pairs if value > float("-inf"))
             token = NewToken(ids[n], logprobs[n], weights_version, top)
-            drawn.append(token if is_finite[n] else None)
+            drawn.append(token if is_sound[n] else None)
         return drawn
