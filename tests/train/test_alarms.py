@@ -49,6 +49,24 @@ def test_a_loss_far_above_its_recent_median_is_a_spike():
     assert names(alarms.check(41, result(3.0))) == ["loss_spike"]
 
 
+def test_the_limit_of_a_spike_is_known_before_the_step():
+    alarms = watch()
+    assert alarms.spike_limit() == math.inf
+    for step in range(40):
+        alarms.check(step, result(2.0))
+    assert alarms.spike_limit() == 2.3
+    (alarm,) = alarms.check(40, result(2.31, is_skipped=True, is_spike=True))
+    assert alarm.name == "loss_spike" and "not applied" in alarm.message
+
+
+def test_a_watch_that_starts_again_knows_the_losses_and_names_what_is_still_wrong():
+    alarms, bad = watch(), result(math.nan, is_skipped=True)
+    alarms.check(1, bad)
+    alarms.restart([2.0] * 30)
+    assert alarms.spike_limit() == 2.3
+    assert names(alarms.check(2, bad)) == ["not_finite"]
+
+
 def test_the_first_losses_are_never_spikes():
     alarms = watch()
     assert [alarms.check(step, result(5.0 * step)) for step in range(10)] == [[]] * 10

@@ -7,6 +7,7 @@ import torch
 from model.tiny import tiny_k3
 from train.batch import tiny_batch
 
+from baltoro.model.config import ImplConfig
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
 from baltoro.optim.config import OptimConfig
@@ -41,6 +42,13 @@ def test_activations_of_layers_add_up_to_those_of_the_model():
     config = dataclasses.replace(preset("nano"), vision=None)
     measured = saved_bytes(Model(config).train(), 256) / 256
     assert activation_bytes(config, recompute=False) == pytest.approx(measured, rel=0.2)
+
+
+def test_operators_of_a_gpu_need_no_gpu_to_be_forecast():
+    config = tiny_k3()
+    on_gpu = dataclasses.replace(config, impl=ImplConfig.all("triton"))
+    expected = activation_bytes(config, recompute=False)
+    assert activation_bytes(on_gpu, recompute=False) == expected
 
 
 def test_recompute_needs_less():

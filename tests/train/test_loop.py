@@ -77,7 +77,8 @@ def run(path, config, *, resumes=False, **changes):
         training = training_of(folder, log, config, **changes)
         if resumes:
             last = folder.checkpoint(folder.steps()[-1])
-            load_state(last, training.learner, training.source, digest=training.digest)
+            record = load_state(last, training.learner, training.source, digest=training.digest)
+            training.watch.restart(record.recent_losses)
             log.write("resume", training.learner.num_steps, {})
         finished = run_loop(training)
     return training, finished

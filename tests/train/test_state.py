@@ -34,10 +34,11 @@ def advance(learner, source, num_steps):
         step = learner.num_steps
         parts = [source.batch(step, part, 2) for part in range(2)]
         train_step(learner, parts, lr=1e-3 * (1 + step))
+        source.step += 1
 
 
 def saved(folder, learner, source, **changes):
-    settings = {"digest": "d", "seconds": 1.5} | changes
+    settings = {"digest": "d", "seconds": 1.5, "recent_losses": (2.5, 0.1)} | changes
     return save_state(folder, learner, source, **settings)
 
 
@@ -58,7 +59,7 @@ def assert_same(first, second):
 def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path, dtype):
     straight, source = learner_of(dtype=dtype), TinySource()
     advance(straight, source, 4)
-    first = learner_of(dtype=dtype)
+    first, source = learner_of(dtype=dtype), TinySource()
     advance(first, source, 2)
     with open_run(tmp_path) as folder:
         path = saved(folder, first, source)
@@ -88,6 +89,7 @@ def test_the_record_comes_back(tmp_path):
         again = saved(folder, learner, source, seconds=9.0)
     record = load_state(again, learner, source, digest="d")
     assert again == path and record.seconds == 1.5
+    assert record.recent_losses == (2.5, 0.1)
 
 
 def test_the_weights_beside_it_are_an_official_checkpoint(tmp_path):
@@ -111,7 +113,7 @@ def test_another_configuration_data_or_version_is_refused(tmp_path):
     with pytest.raises(ValueError, match="seed=0"):
         load_state(path, learner, TinySource(seed=1), digest="d")
     record = path / "state.json"
-    record.write_text(record.read_text().replace('"version": 1', '"version": 7'))
+    record.write_text(record.read_text().replace('"version": 2', '"version": 7'))
     with pytest.raises(ValueError, match="version=7"):
         load_state(path, learner, source, digest="d")
 

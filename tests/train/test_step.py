@@ -121,6 +121,19 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_count():
     assert all(count == 0 for count in learner.balancer.counts.flat.tolist())
 
 
+def test_a_loss_above_the_limit_is_not_applied():
+    learner = learner_of()
+    before = weights_of(learner)
+    result = train_step(learner, [tiny_batch()], lr=1e-2, max_loss=1.0)
+    assert result.is_skipped and result.is_spike and learner.num_steps == 1
+    assert learner.num_tokens == 0
+    for name, tensor in weights_of(learner).items():
+        assert torch.equal(tensor, before[name]), name
+    assert all(count == 0 for count in learner.balancer.counts.flat.tolist())
+    result = train_step(learner, [tiny_batch()], lr=1e-2, max_loss=9.0)
+    assert not result.is_skipped and not result.is_spike
+
+
 def test_heads_beyond_the_limit_are_clipped_and_counted():
     learner = learner_of(qk_clip_tau=1e-3)
     result = train_step(learner, [tiny_batch()], lr=1e-9)

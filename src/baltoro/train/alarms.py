@@ -1,7 +1,8 @@
 """Alarms of a run by name: what went wrong, where, and since when.
 
     not_finite            loss or gradient is NaN or infinite; the step was skipped
-    loss_spike            the loss is far above its recent median
+    loss_spike            the loss is far above its recent median: by eight median absolute
+                          deviations and at least 0.3 nats, once 20 losses are known
     logit_blow_up         an attention logit is beyond twice the limit at which heads are clipped
     dead_experts, imbalance, zero_router_gradient, router_gradient_not_finite
                           of one layer's router (`optim.router_health`)
@@ -52,15 +53,27 @@ class AlarmWatch:
                 alarms.append(Alarm(name=name, where=where, step=step, message=message))
         return alarms
 
+    def restart(self, losses: Iterable[float]) -> None:
+        """Go on from a checkpoint and its recent losses; what is still wrong is named again."""
+        self.losses.clear()
+        self.losses.extend(losses)
+        self.last_seen.clear()
+
+    def spike_limit(self) -> float:
+        """The loss beyond which the next step is a spike; infinite while too few are known."""
+        typical = self._typical()
+        return math.inf if typical is None else typical[1]
+
     def _found(self, result: StepResult) -> Iterable[tuple[str, str, str]]:
         loss = result.numbers["train/loss"]
-        if result.is_skipped:
+        if result.is_skipped and not result.is_spike:
             norm = result.numbers["train/grad_norm"]
             yield "not_finite", "", f"loss {loss}, gradient norm {norm}: the step was skipped"
             return
         typical = self._typical()
         if typical is not None and loss > typical[1]:
-            yield "loss_spike", "", f"loss {loss:.3f} where {typical[0]:.3f} is usual"
+            skipped = "; the step was not applied" if result.is_spike else ""
+            yield "loss_spike", "", f"loss {loss:.3f} where {typical[0]:.3f} is usual{skipped}"
         self.losses.append(loss)
         for mixer, logits in result.max_logits.items():
             largest = max(logits)

@@ -9,7 +9,7 @@ from baltoro.data.pack import PackedBatch
 class BatchSource(Protocol):
     """Batches as a pure function of the step; `data.loader.Loader` is one."""
 
-    step: int
+    step: int  # of the next batch
 
     def batch(self, step: int, part: int = 0, num_parts: int = 1) -> PackedBatch:
         """The batch of a step, or one of its equal parts: a microbatch.

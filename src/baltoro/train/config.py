@@ -8,6 +8,7 @@ from baltoro.model.config import ModelConfig
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.schedule import ScheduleConfig
 
+OnSpike = Literal["alarm", "skip", "rewind"]
 Balancing = Literal["quantile", "sign", "aux"]
 
 
@@ -57,14 +58,19 @@ class RunConfig:
     eval_every: int = 100  # steps between evaluations; each follows a save
     save_every: int = 100
     keep_last: int = 2  # checkpoints; the best is kept beside them
-    max_bad_steps: int = 10  # in a row, loss or gradient not finite, before the run stops
+    on_spike: OnSpike = "alarm"  # what a loss far above its recent median does: `train.loop`
+    max_bad_steps: int = 10  # in a row, not finite or skipped as spikes, before the run stops
+    max_rewinds: int = 3  # to one checkpoint, before the run stops
     num_eval_batches: int = 16  # held-out microbatches per evaluation
     num_sample_tokens: int = 64
 
     def __post_init__(self) -> None:
+        kinds = get_args(OnSpike)
+        require(self.on_spike in kinds, "run.on_spike", self.on_spike, f"one of {kinds}")
         for field in self.__slots__:
             value = getattr(self, field)
-            require(value >= 1, f"run.{field}", value, "must be at least 1")
+            if field != "on_spike":
+                require(value >= 1, f"run.{field}", value, "must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

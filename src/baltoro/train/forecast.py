@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baltoro.model.config import Mixer, ModelConfig
+from baltoro.model.config import ImplConfig, Mixer, ModelConfig
 from baltoro.model.counts import flop_counts, meta_model
 from baltoro.model.model import Model
 from baltoro.train.config import PretrainConfig
@@ -165,4 +165,5 @@ def _shrunk(config: ModelConfig, mixers: tuple[Mixer, ...]) -> ModelConfig:
         pad_token_id=None,
         vision=None,
         num_mtp_layers=0,
+        impl=ImplConfig(),  # the probe runs on the CPU
     )

@@ -2,8 +2,25 @@
 
 The order at a step that is due: save, then evaluate, so that whatever goes wrong in an evaluation
 finds the checkpoint of its step on disk.
+
+A spike is a loss that `train.alarms` calls one. With `run.on_spike`
+
+    alarm    it is named, and the step counts like any other
+    skip     it is named, and the step is not applied: like one that is not finite it changes no
+             weight, momentum or bias, and the data goes on. `max_bad_steps` of them in a row end
+             the run, since then the weights are at fault and not the data.
+    rewind   it is named, and the run goes back to its last checkpoint c, weights, schedule and
+             spike statistics included. The data does not go back: the step behind c reads the batch
+             behind the spike's, and all batches from c to the spike are passed over. After
+             `max_rewinds` to one checkpoint the next spike ends the run. A run begins with a
+             checkpoint of step 0 then, to have one.
+
+Both are functions of the losses, and those by which a spike is told are in the checkpoint with the
+data's cursor: a run that is killed, also between going back and its next checkpoint, and resumed
+does what it would have done.
 """
 
+import math
 import signal
 import time
 from collections import deque
@@ -23,7 +40,7 @@ from baltoro.train.evaluate import HeldOutScore
 from baltoro.train.folder import RunFolder
 from baltoro.train.learner import Learner
 from baltoro.train.metrics import MetricsLog, ProgressLine, Value, duration
-from baltoro.train.state import save_state
+from baltoro.train.state import load_state, save_state
 from baltoro.train.step import StepResult, train_step
 
 
@@ -54,6 +71,7 @@ class Training:
     seconds: float = 0.0  # of training, in all processes
     best: tuple[float, int] | None = None  # bits per byte and step
     num_bad_steps: int = 0  # skipped in a row, up to now
+    num_rewinds: int = 0  # since the last checkpoint
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=20))
 
 
@@ -85,14 +103,19 @@ def stop_on_signals() -> Iterator[StopRequest]:
 def run_loop(training: Training) -> bool:
     """Train to the end of the schedule; returns False if a signal ended it before, state saved.
 
-    Raises `ValueError` when the weights or so many steps in a row are not finite; the last good
-    checkpoint stays.
+    Raises `ValueError` when the weights or so many steps in a row are not finite, or after too many
+    spikes in a row; the last good checkpoint stays.
     """
     learner, schedule, run = training.learner, training.config.schedule, training.config.run
     is_eval_due = is_save_due = False
     with stop_on_signals() as request:
+        if run.on_spike == "rewind" and not training.folder.steps():
+            _save(training)
         while learner.num_steps < schedule.num_steps:
-            _advance(training)
+            result = _advance(training)
+            if result.is_spike and run.on_spike == "rewind":
+                _rewind(training, result)
+                continue
             step = learner.num_steps
             is_last = step == schedule.num_steps
             # behind a skipped step the weights may be beyond help: what is due waits for a good one
@@ -114,28 +137,62 @@ def run_loop(training: Training) -> bool:
     return True
 
 
-def _advance(training: Training) -> None:
+def _advance(training: Training) -> StepResult:
     """One step, its line of metrics and its alarms."""
     learner, config = training.learner, training.config
     step = learner.num_steps
     start = time.perf_counter()
     num_parts = config.data.num_microbatches
-    batches = [training.source.batch(step, part, num_parts) for part in range(num_parts)]
+    source = training.source
+    batches = [source.batch(source.step, part, num_parts) for part in range(num_parts)]
     num_positions = sum(len(batch.tokens) for batch in batches)
     try:
-        result = train_step(learner, batches, lr=learning_rate(config.schedule, step))
+        result = train_step(
+            learner,
+            batches,
+            lr=learning_rate(config.schedule, step),
+            max_loss=math.inf if config.run.on_spike == "alarm" else training.watch.spike_limit(),
+        )
     except ValueError as error:
         if all(bool(master.isfinite().all()) for master in learner.optimizer.masters.values()):
             raise
         _log_alarm(training, "not_finite", "", step, "the weights are not finite")
         raise ValueError(_diverged(training, "the weights are not finite")) from error
+    source.step += 1
     elapsed = time.perf_counter() - start
     training.seconds += elapsed
     training.recent.append((elapsed, num_positions))
-    training.num_bad_steps = training.num_bad_steps + 1 if result.is_skipped else 0
+    is_undone = result.is_spike and config.run.on_spike == "rewind"
+    is_bad = result.is_skipped and not is_undone
+    training.num_bad_steps = training.num_bad_steps + 1 if is_bad else 0
     _write(training, result)
     if training.num_bad_steps >= config.run.max_bad_steps:
-        raise ValueError(_diverged(training, f"{training.num_bad_steps} steps were not finite"))
+        what = "spikes" if result.is_spike else "not finite"
+        raise ValueError(
+            _diverged(training, f"{training.num_bad_steps} steps were skipped, the last as {what}")
+        )
+    return result
+
+
+def _rewind(training: Training, result: StepResult) -> None:
+    """Back to the last checkpoint, on with the data, as the module's docstring says."""
+    learner, source, folder = training.learner, training.source, training.folder
+    spike, cursor = learner.num_steps, source.step
+    if training.num_rewinds >= training.config.run.max_rewinds:
+        what = f"a spike again after {training.num_rewinds} rewinds to one checkpoint"
+        raise ValueError(_diverged(training, what))
+    last = folder.steps()[-1]
+    record = load_state(folder.checkpoint(last), learner, source, digest=training.digest)
+    num_passed = cursor - source.step
+    source.step = cursor
+    training.watch.restart(record.recent_losses)
+    training.num_rewinds += 1
+    text = (
+        f"loss {result.numbers['train/loss']:.3f} at step {spike}: back to step {last}, past "
+        f"{num_passed} batches"
+    )
+    training.log.write("rewind", last, {"from": spike, "num_batches": num_passed, "message": text})
+    training.progress.note(f"rewind {training.num_rewinds}: {text}")
 
 
 def _write(training: Training, result: StepResult) -> None:
@@ -180,7 +237,9 @@ def _save(training: Training) -> Path:
         training.source,
         digest=training.digest,
         seconds=training.seconds,
+        recent_losses=tuple(training.watch.losses),
     )
+    training.num_rewinds = 0
     training.folder.point("latest", training.learner.num_steps)
     return path
 

@@ -9,6 +9,8 @@ Every line of `metrics.jsonl` is an object with `kind` and `step`:
     probe     decay half-lives, residual weights, output sizes (`train.probe`)
     sample    a prompt and how the model went on
     alarm     its name, where, and what happened
+    rewind    back to this step from step `from`, and why; what lies between happens anew
+    resume    this process continues from the checkpoint of this step
 """
 
 import importlib
@@ -69,9 +71,10 @@ class MetricsLog:
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a log in the order of their steps' last telling.
 
-    A run that was killed and resumed tells the steps behind its checkpoint twice; the later telling
-    counts. A last line cut short by a kill is left out. Raises `ValueError` for any other line that
-    is no JSON.
+    A run that was resumed or that went back tells the steps behind its checkpoint twice; the later
+    telling counts. A resumed run knows nothing of going back to the checkpoint it resumes from: it
+    comes to the same loss again, and tells it again. A last line cut short by a kill is left out.
+    Raises `ValueError` for any other line that is no JSON.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     found: list[dict[str, Any]] = []
@@ -82,8 +85,11 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
             if number == len(lines) - 1:
                 break
             raise ValueError(f"{path}: line {number + 1} is not JSON ({error})") from error
-        if entry["kind"] == "resume":
+        if entry["kind"] in ("resume", "rewind"):
             found = [old for old in found if old["step"] <= entry["step"]]
+        if entry["kind"] == "resume":
+            at = entry["step"]
+            found = [old for old in found if (old["kind"], old["step"]) != ("rewind", at)]
         found.append(entry)
     yield from found
 

@@ -71,11 +71,13 @@ def pretrain(
         console.print(f"run {folder.path}: {config.name}, data {data}", highlight=False)
         model = _build_model(config, device, train_set, images)
         learner = build_learner(model, config.optim, config.step)
+        watch = AlarmWatch(qk_clip_tau=config.step.qk_clip_tau)
         steps = folder.steps()
         seconds = 0.0
         if steps:
             record = load_state(folder.checkpoint(steps[-1]), learner, source, digest=digest)
             seconds = record.seconds
+            watch.restart(record.recent_losses)
             console.print(f"resumed after step {learner.num_steps}", highlight=False)
         tensorboard = folder.path / "tensorboard"
         with (
@@ -97,7 +99,7 @@ def pretrain(
                 folder=folder,
                 log=log,
                 progress=progress,
-                watch=AlarmWatch(qk_clip_tau=config.step.qk_clip_tau),
+                watch=watch,
                 evaluate=score,
                 sample=sampler,
                 probe=lambda model: probe_model(model, batches[0]),
@@ -263,7 +265,7 @@ def _announce_time(training: Training, progress: ProgressLine) -> None:
     if not num_left:
         progress.note("nothing is left to do: the run is at the end of its schedule")
         return
-    batch = training.source.batch(learner.num_steps, 0, config.data.num_microbatches)
+    batch = training.source.batch(training.source.step, 0, config.data.num_microbatches)
     seconds = _seconds_of(learner, batch) * config.data.num_microbatches
     assignment = assignment_of(learner.model)
     seconds += muon_flops(assignment, config.optim) / training.peak_flops

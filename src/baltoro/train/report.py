@@ -125,14 +125,18 @@ def _summary(run: RunRecord) -> str:
 
 def _alarms(run: RunRecord) -> str:
     alarms = run.of("alarm")
-    if not alarms:
+    rewinds = [
+        f'<li class="alarm"><b>rewind</b>: {escape(line["message"])}</li>'
+        for line in run.of("rewind")
+    ]
+    if not alarms and not rewinds:
         return "<p>None was raised.</p>"
     items = [
         f'<li class="alarm"><b>{escape(alarm["name"])}</b> at step {alarm["step"]:,} '
         f"{escape(alarm['where'])}: {escape(alarm['message'])}</li>"
         for alarm in alarms
     ]
-    return f"<ul>{''.join(items)}</ul>"
+    return f"<ul>{''.join(items + rewinds)}</ul>"
 
 
 def _loss(run: RunRecord) -> str:

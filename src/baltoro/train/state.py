@@ -1,13 +1,14 @@
 """Everything a run needs to continue as if it had not stopped, in one checkpoint.
 
-Weights as fp32 masters, momenta, moments, router biases, the data's cursor, the random generators
-and the counts of the learner. The weights stand once more beside it in the official layout, to use.
+Weights as fp32 masters, momenta, moments, router biases, the data's cursor, the random generators,
+the counts of the learner and the losses by which spikes are told. The weights stand once more
+beside it in the official layout, to use.
 """
 
 import json
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from baltoro.train.batches import BatchSource
 from baltoro.train.folder import MODEL, RunFolder
 from baltoro.train.learner import Learner
 
-VERSION = 1
+VERSION = 2
 TENSORS_FILE = "state.safetensors"
 RECORD_FILE = "state.json"
 
@@ -38,6 +39,7 @@ class StateRecord:
     num_steps: int
     num_tokens: int
     seconds: float  # spent training so far, in all processes
+    recent_losses: tuple[float, ...]  # by which a spike is told
 
 
 def save_state(
@@ -47,6 +49,7 @@ def save_state(
     *,
     digest: str,
     seconds: float,
+    recent_losses: Sequence[float],
 ) -> Path:
     """Write the checkpoint of the learner's step and return its path.
 
@@ -56,13 +59,13 @@ def save_state(
     target = folder.checkpoint(learner.num_steps)
     if target.exists():
         return target
-    source.step = learner.num_steps
     record = StateRecord(
         version=VERSION,
         digest=digest,
         num_steps=learner.num_steps,
         num_tokens=learner.num_tokens,
         seconds=seconds,
+        recent_losses=tuple(recent_losses),
     )
     content = plain.to_dict(record) | {
         "cursor": dict(source.state_dict()),

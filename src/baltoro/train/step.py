@@ -7,7 +7,8 @@ layer i predicts from position t the target of position t + 1 + i. The last term
 of every router averaged over micro-batches by their tokens, is there only with `balancing="aux"`.
 After the update, in this order: QK-Clip on the masters, the routers' next bias.
 
-A step whose loss or gradient is not finite changes nothing: no weight, no momentum, no bias.
+A step whose loss or gradient is not finite, or whose loss is beyond the limit it was given, changes
+nothing: no weight, no momentum, no bias.
 """
 
 import math
@@ -41,7 +42,8 @@ class StepResult:
     """What one step did."""
 
     numbers: dict[str, float]  # flat, by `room/thing_unit`
-    is_skipped: bool  # loss or gradient not finite: nothing was changed
+    is_skipped: bool  # nothing was changed
+    is_spike: bool = False  # skipped for a loss beyond the limit; else loss or gradient not finite
     balances: Mapping[str, LayerBalance] = field(default_factory=dict)  # by MoE layer
     max_logits: Mapping[str, list[float]] = field(default_factory=dict)  # by MLA mixer and head
     router_alarms: Sequence[RouterAlarm] = ()
@@ -58,8 +60,10 @@ class _Sums:
     aux_loss: Tensor  # mean over layers
 
 
-def train_step(learner: Learner, batches: Sequence[PackedBatch], *, lr: float) -> StepResult:
-    """Learn from the micro-batches `batches` with rate `lr`.
+def train_step(
+    learner: Learner, batches: Sequence[PackedBatch], *, lr: float, max_loss: float = math.inf
+) -> StepResult:
+    """Learn from the micro-batches `batches` with rate `lr`, unless the loss is above `max_loss`.
 
     Raises `ValueError` if no position of them carries weight, or images come to a model without
     sight.
@@ -100,11 +104,13 @@ def train_step(learner: Learner, batches: Sequence[PackedBatch], *, lr: float) -
     if learner.balancer is not None and config.balancing == "aux":
         numbers["router/aux_loss"] = float(sums.aux_loss)
     learner.num_steps += 1
-    if not (math.isfinite(numbers["train/loss"]) and math.isfinite(grad_norm)):
+    is_finite = math.isfinite(numbers["train/loss"]) and math.isfinite(grad_norm)
+    is_spike = is_finite and numbers["train/loss"] > max_loss
+    if is_spike or not is_finite:
         if learner.balancer is not None:
             learner.balancer.discard()
         optimizer.zero_grad()
-        return StepResult(numbers=numbers, is_skipped=True)
+        return StepResult(numbers=numbers, is_skipped=True, is_spike=is_spike)
     learner.num_tokens += round(total_weight)
     optimizer.step(lr)
     numbers |= _clip_heads(learner, max_logits)
