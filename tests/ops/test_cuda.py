@@ -116,8 +116,10 @@ def test_flash_attention_earns_its_tolerance(causal):
     assert_earned(pack, tensors, torch.bfloat16, device="cuda", impl="flash")
 
 
+@pytest.mark.parametrize("kind", ["grouped", "triton"])
+@pytest.mark.parametrize("activation", ["situ", "silu"])
 @pytest.mark.parametrize("num_tokens", [1, 70, 1000])
-def test_grouped_experts_earn_their_tolerance(num_tokens):
+def test_grouped_experts_earn_their_tolerance(num_tokens, activation, kind):
     def op(impl, x, weights, gate_up, down):
         return moe_experts(
             x,
@@ -125,7 +127,7 @@ def test_grouped_experts_earn_their_tolerance(num_tokens):
             weights.to(torch.promote_types(x.dtype, torch.float32)),
             gate_up,
             down,
-            **GLU,
+            **GLU | {"activation": activation},
             impl=impl,
         )
 
@@ -135,7 +137,7 @@ def test_grouped_experts_earn_their_tolerance(num_tokens):
         randn(6, 96, 64) / 8,
         randn(6, 64, 48) / 7,
     ]
-    assert_earned(op, tensors, torch.bfloat16, device="cuda", impl="grouped")
+    assert_earned(op, tensors, torch.bfloat16, device="cuda", impl=kind)
 
 
 @pytest.mark.parametrize("num_experts", [8, 896])

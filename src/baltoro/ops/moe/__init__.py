@@ -21,7 +21,9 @@ _EXPERTS = {
     "reference": reference.moe_experts,
     "torch": dense.moe_experts,
     "grouped": grouped.moe_experts,
+    "triton": grouped.moe_experts_triton,
 }
+_TRUSTING = ("grouped", "triton")  # do not wait for the device to look at the ids
 _EXPERTS_MXFP4 = {
     "reference": reference.moe_experts_mxfp4,
     "torch": dense.moe_experts_mxfp4,
@@ -46,14 +48,14 @@ def moe_experts(
     `gate_up_proj` `[E, 2F, Z]` with the gate rows first; `down_proj` `[E, Z, F]`, both in the dtype
     of `x`. Expert outputs are rounded to that dtype, then weighted and summed in the dtype of
     `weights`. Experts without a token get a zero gradient. The caps are ignored by `silu`.
-    `impl="grouped"` (bf16) keeps everything on the device and trusts the ids.
+    `grouped` and `triton` (bf16) keep everything on the device and trust the ids.
     """
     glu = _glu(activation, situ_beta, situ_linear_beta)
     for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         if weight.dtype != x.dtype:
             raise ValueError(f"moe_experts: {name} is {weight.dtype}, x is {x.dtype}; cast one")
     _check_tokens("moe_experts", x, expert_ids, weights)
-    if impl != "grouped":
+    if impl not in _TRUSTING:
         _check_ids("moe_experts", expert_ids, gate_up_proj.shape[0])
     _check_shapes("moe_experts", x, gate_up_proj.shape, down_proj.shape)
     return choose("moe", impl, _EXPERTS)(x, expert_ids, weights, gate_up_proj, down_proj, glu)

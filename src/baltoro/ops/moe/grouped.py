@@ -1,10 +1,12 @@
 """The mixture of experts as grouped products: one launch for all experts, no trip to the host.
 
 The same sorted pairs, and the same backward, as the dense form; see there. Counts of tokens stay on
-the device, so ids are trusted to be in range.
+the device, so ids are trusted to be in range. What stands between the products comes as `Pieces`:
+in PyTorch (`impl="grouped"`), or as one kernel each (`impl="triton"`).
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +18,21 @@ from baltoro.ops.moe.dense import activate, activate_backward
 from baltoro.ops.moe.shared import Glu
 
 _ALIGNED = 16  # bytes that a row of every operand must be a multiple of
+
+
+class _Combine(Protocol):
+    def __call__(
+        self, values: Tensor, row: Tensor, weights: Tensor, *, is_weighted: bool
+    ) -> Tensor: ...
+
+
+class Pieces(NamedTuple):
+    """What stands between the products."""
+
+    activate: Callable[[Tensor, Glu], Tensor]
+    # from (d_act, inner, weight, glu): weighted activation, d_inner, d_weight
+    activate_backward: Callable[[Tensor, Tensor, Tensor, Glu], tuple[Tensor, Tensor, Tensor]]
+    combine: _Combine  # the sum over a token's rows, `[T, Z]`
 
 
 class _Plan(NamedTuple):
@@ -33,17 +50,54 @@ def moe_experts(
     down_proj: Tensor,
     glu: Glu,
 ) -> Tensor:
-    _check(x, gate_up_proj, down_proj)
-    return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu)
+    _check("grouped", x, gate_up_proj, down_proj)
+    return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, _PIECES)
 
 
-def _check(x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
+def moe_experts_triton(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    glu: Glu,
+) -> Tensor:
+    _check("triton", x, gate_up_proj, down_proj)
+    try:
+        from baltoro.ops.moe import triton
+        from baltoro.ops.triton import refuse_unserved
+    except ModuleNotFoundError as error:
+        raise ImplError(f"moe_experts: impl='triton' needs triton ({error})") from error
+    refuse_unserved("moe_experts", x, weights, gate_up_proj, down_proj)
+    pieces = Pieces(triton.activate, triton.activate_backward, triton.combine)
+    return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, pieces)
+
+
+def _check(impl: str, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     sizes = (gate_up_proj.shape[2], down_proj.shape[2])
     if x.dtype != torch.bfloat16 or any(size * 2 % _ALIGNED for size in sizes):
         raise ImplError(
-            f"moe_experts: impl='grouped' serves bf16 with Z and F multiples of {_ALIGNED // 2}, "
+            f"moe_experts: impl={impl!r} serves bf16 with Z and F multiples of {_ALIGNED // 2}, "
             f"not {x.dtype} with Z={sizes[0]}, F={sizes[1]}; use impl='torch'"
         )
+
+
+def _weighted_backward(
+    d_act: Tensor, inner: Tensor, weight: Tensor, glu: Glu
+) -> tuple[Tensor, Tensor, Tensor]:
+    act, d_inner = activate_backward(d_act * weight.unsqueeze(-1), inner, glu)
+    d_weight = (d_act * act).sum(-1, dtype=weight.dtype)
+    return (act * weight.unsqueeze(-1)).to(inner.dtype), d_inner, d_weight
+
+
+def _combine(values: Tensor, row: Tensor, weights: Tensor, *, is_weighted: bool) -> Tensor:
+    y = values.index_select(0, row).view(*weights.shape, values.shape[1])
+    if not is_weighted:
+        return y.sum(1, dtype=weights.dtype).to(values.dtype)
+    return torch.bmm(weights.unsqueeze(1), y.to(weights.dtype)).squeeze(1).to(values.dtype)
+
+
+_PIECES = Pieces(activate, _weighted_backward, _combine)
 
 
 def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
@@ -57,11 +111,6 @@ def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
     return _Plan(token, pair, row, counts.cumsum(0, dtype=torch.int32))
 
 
-def _combine(y_sorted: Tensor, row: Tensor, weights: Tensor) -> Tensor:
-    y = y_sorted.index_select(0, row).view(*weights.shape, y_sorted.shape[1])
-    return torch.bmm(weights.unsqueeze(1), y.to(weights.dtype)).squeeze(1)
-
-
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -72,14 +121,15 @@ class _Experts(torch.autograd.Function):
         gate_up_proj: Tensor,
         down_proj: Tensor,
         glu: Glu,
+        pieces: Pieces,
     ) -> Tensor:
         plan = _plan(expert_ids, gate_up_proj.shape[0])
         x_sorted = x.index_select(0, plan.token)
         inner = F.grouped_mm(x_sorted, gate_up_proj.mT, offs=plan.stops)
-        y_sorted = F.grouped_mm(activate(inner, glu), down_proj.mT, offs=plan.stops)
+        y_sorted = F.grouped_mm(pieces.activate(inner, glu), down_proj.mT, offs=plan.stops)
         ctx.save_for_backward(x, weights, gate_up_proj, down_proj, inner, *plan)
-        ctx.glu = glu
-        return _combine(y_sorted, plan.row, weights).to(x.dtype)
+        ctx.glu, ctx.pieces = glu, pieces
+        return pieces.combine(y_sorted, plan.row, weights, is_weighted=True)
 
     @staticmethod
     @once_differentiable
@@ -87,15 +137,12 @@ class _Experts(torch.autograd.Function):
         x, weights, gate_up_proj, down_proj, inner, token, pair, row, stops = ctx.saved_tensors
         x_sorted = x.index_select(0, token)
         d_y = d_out.index_select(0, token)
-        weight = weights.flatten().index_select(0, pair).unsqueeze(-1)
+        weight = weights.flatten().index_select(0, pair)
         d_act = F.grouped_mm(d_y, down_proj, offs=stops)
-        act, d_inner = activate_backward(d_act * weight, inner, ctx.glu)
-        d_weight = (d_act * act).sum(-1, dtype=weights.dtype)
-        d_inner = d_inner.to(x.dtype)
-        act = (act * weight).to(x.dtype)
+        act, d_inner, d_weight = ctx.pieces.activate_backward(d_act, inner, weight, ctx.glu)
         d_down = F.grouped_mm(d_y.mT, act, offs=stops)
         d_gate_up = F.grouped_mm(d_inner.mT, x_sorted, offs=stops)
         d_x_sorted = F.grouped_mm(d_inner, gate_up_proj, offs=stops)
-        d_x = d_x_sorted.index_select(0, row).view(*weights.shape, x.shape[1])
-        d_x = d_x.sum(1, dtype=weights.dtype).to(x.dtype)
-        return d_x, None, d_weight.index_select(0, row).view_as(weights), d_gate_up, d_down, None
+        d_x = ctx.pieces.combine(d_x_sorted, row, weights, is_weighted=False)
+        d_weights = d_weight.index_select(0, row).view_as(weights)
+        return d_x, None, d_weights, d_gate_up, d_down, None, None
