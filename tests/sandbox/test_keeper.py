@@ -209,6 +209,27 @@ def test_branches_have_names_of_their_own(tmp_path):
     run_keeper(tmp_path, body)
 
 
+def test_a_snapshot_is_taken_up_again_although_its_origin_went_on(tmp_path):
+    async def body(keeper, host, image):
+        origin = await keeper.create(image, Limits(), Net())
+        async with keeper.use(origin) as sandbox:
+            await sandbox.write("file", b"then")
+        here = Binding(token_position=3, prefix_hash="a", policy_version=0)
+        snapshot = await keeper.checkpoint(origin, here)
+        async with keeper.use(origin) as sandbox:
+            await sandbox.write("file", b"now")
+        again = keeper.take(snapshot)
+        assert keeper.place(again) == "stored"
+        async with keeper.use(again, here) as sandbox:
+            assert await sandbox.read("file") == b"then"
+        async with keeper.use(origin) as sandbox:
+            assert await sandbox.read("file") == b"now"
+        with pytest.raises(SnapshotError, match="never committed"):
+            keeper.take("none")
+
+    run_keeper(tmp_path, body)
+
+
 def test_policies_that_contradict_themselves_are_refused():
     with pytest.raises(ValueError, match="max_dumps=0"):
         KeeperPolicy(max_dumps=0)

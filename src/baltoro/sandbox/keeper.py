@@ -148,6 +148,14 @@ class Keeper:
                 return kept.name
         return self._keep(sandbox, key, None).name
 
+    def take(self, snapshot: str, key: str | None = None) -> str:
+        """A new name that is stored at a committed snapshot; `use` wakes it there.
+
+        `SnapshotError` if there is no such snapshot. Whatever else came from it goes on unharmed.
+        """
+        self.store.get(snapshot)
+        return self._keep(None, key, snapshot).name
+
     @contextlib.asynccontextmanager
     async def use(self, name: str, binding: Binding | None = None) -> AsyncIterator[Sandbox]:
         """The running sandbox of that name, woken if need be; it stays awake inside the block.
@@ -302,9 +310,16 @@ class Keeper:
             self.store.unpin(old)
         return snapshot
 
-    def _keep(self, sandbox: Sandbox, key: str | None, snapshot: str | None) -> Kept:
+    def _keep(self, sandbox: Sandbox | None, key: str | None, snapshot: str | None) -> Kept:
         name = uuid.uuid4().hex[:12]
-        kept = Kept(name=name, key=key, snapshot=snapshot, sandbox=sandbox, last_used=self._clock())
+        kept = Kept(
+            name=name,
+            key=key,
+            snapshot=snapshot,
+            sandbox=sandbox,
+            place="stored" if sandbox is None else "running",
+            last_used=self._clock(),
+        )
         if snapshot is not None:
             self.store.pin(snapshot)
         self._kept[name] = kept
