@@ -36,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_shipped_corpus_is_all_used(tiny):
     shipped = [s for s in read_manifest(tiny).sources if s.name.startswith("shipped")]
-    assert len(shipped) == 4
+    assert len(shipped) == 5
     for source in shipped:
         assert source.num_documents and not source.dropped
 

@@ -27,7 +27,7 @@ _CODE = (".c", ".h", ".cpp", ".hpp", ".js", ".sh", ".pl", ".pm", ".rb", ".lua", 
 
 
 def tiny(vocab_size: int = 512) -> BuildConfig:
-    """The shipped corpus, exercises and drawn pictures; seconds. 512 ids are bytes and specials."""
+    """The shipped text and pictures, exercises, drawn pictures; seconds. 512 ids are bytes and specials."""
     return BuildConfig(
         name="tiny",
         seed=0,
@@ -36,6 +36,7 @@ def tiny(vocab_size: int = 512) -> BuildConfig:
             _corpus("facts", "facts", (".md",)),
             _corpus("code", "code", (".txt",), rules="code"),
             _corpus("dialogue", "dialogue", (".jsonl",), rules="short"),
+            _corpus("pictures", "pictures", (".png",), rules="short"),
         ),
         made=(
             MadeConfig(name="exercises", domain="maths", kind="exercises", num_documents=900),
