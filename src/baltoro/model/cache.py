@@ -7,7 +7,7 @@ same token.
 """
 
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +15,33 @@ from torch import Tensor
 from baltoro.model.config import ModelConfig
 
 
+class KdaInputs(NamedTuple):
+    """What a KDA layer made of the new tokens: enough to repeat its state on the first of them."""
+
+    projected: Tensor  # [T, C], inputs of the convolutions
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, H, V]
+    g: Tensor  # [T, H, K] fp32
+    beta: Tensor  # [T, H] fp32
+
+
 class Cache(Protocol):
     """What the mixers need of a cache; `form` says which execution form the caller wants."""
 
-    form: Literal["prefill", "decode"]  # decode: one new token for every sequence
+    # decode: one new token for every sequence, or a few where drafts are verified
+    form: Literal["prefill", "decode"]
 
     def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Convolution window `[N, C, W-1]` and recurrent state `[N, H, K, V]` (fp32)."""
         ...
 
-    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
-        """Keep a KDA layer's window and state after the new tokens."""
+    def store_kda_state(
+        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
+    ) -> None:
+        """Keep a KDA layer's window and state after the new tokens, or the inputs that led there.
+
+        `inputs` is None from a prefill.
+        """
         ...
 
     def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
@@ -37,7 +53,10 @@ class Cache(Protocol):
         ...
 
     def kv_padded(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Rows as `[N, L, R]` and valid lengths `[N]`; beyond them the content is undefined."""
+        """For each new token to decode the rows that it sees, `[T, L, R]`, and their number `[T]`.
+
+        Beyond that number the content is undefined.
+        """
         ...
 
     def is_empty(self, layer_idx: int) -> Tensor:
@@ -86,7 +105,9 @@ class DenseCache:
     def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         return self._kda[layer_idx]
 
-    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
+    def store_kda_state(
+        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
+    ) -> None:
         self._kda[layer_idx] = (conv_state, state)
 
     def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:

@@ -9,7 +9,7 @@ C = 3 * H * K, the channels of q, k and v side by side.
 import torch
 from torch import Tensor, nn
 
-from baltoro.model.cache import Cache
+from baltoro.model.cache import Cache, KdaInputs
 from baltoro.model.config import ModelConfig
 from baltoro.ops.kda import (
     bounded_gate,
@@ -71,14 +71,21 @@ class Kda(nn.Module):
         """`[T, D]` to `[T, D]`; with a cache its window and state are read and replaced."""
         impl, kda = self.config.impl, self.config.kda
         conv_state, state = (None, None) if cache is None else cache.kda_state(self.layer_idx)
-        q_THK, k_THK, v_THV, new_conv_state = self._qkv(x_TD, cu_seqlens, conv_state)
+        projected_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
+        q_THK, k_THK, v_THV, new_conv_state = self._qkv(projected_TC, cu_seqlens, conv_state)
         logits_THK = self.f_b_proj(self.f_a_proj(x_TD)).view_as(q_THK)
         beta_logits_TH = self.b_proj(x_TD)
+        inputs: KdaInputs | None = None
         if cache is not None and cache.form == "decode":
+            q_THK, k_THK = self._unit(q_THK, k_THK)
+            g_THK, beta_TH = self._gates(logits_THK, beta_logits_TH)
+            inputs = KdaInputs(projected_TC, k_THK, v_THV, g_THK, beta_TH)
             out = recurrent_kda(
-                *self._unit(q_THK, k_THK),
+                q_THK,
+                k_THK,
                 v_THV,
-                *self._gates(logits_THK, beta_logits_TH),
+                g_THK,
+                beta_TH,
                 cu_seqlens=cu_seqlens,
                 initial_state=state,
                 impl=impl.kda,
@@ -108,7 +115,7 @@ class Kda(nn.Module):
                 impl=impl.kda,
             )
         if cache is not None:
-            cache.store_kda_state(self.layer_idx, new_conv_state, out.final_state)
+            cache.store_kda_state(self.layer_idx, new_conv_state, out.final_state, inputs)
         y_THV = gated_rms_norm(
             out.o,
             self.o_norm.weight,
@@ -119,9 +126,8 @@ class Kda(nn.Module):
         return self.o_proj(y_THV.flatten(1))
 
     def _qkv(
-        self, x_TD: Tensor, cu_seqlens: Tensor, conv_state: Tensor | None
+        self, projected_TC: Tensor, cu_seqlens: Tensor, conv_state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        projected_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         mixed = short_conv(
             projected_TC,

@@ -98,15 +98,35 @@ class PrefixCache:
         if known is not None:
             self.device.touch(known, self._clock)
             return
-        num_groups = self.config.num_state_groups
-        if self.device.num_free < num_groups:
-            self._supersede(table)
-        if not self._make_room(num_groups):
-            self.stats.num_states_skipped += 1
+        pages = self._capture_pages(table)
+        if pages:
+            table.capture = (end, pages)
+            self.ops.captures += zip(table.state_pages, pages, strict=True)
+
+    def plan_draft(self, table: Table, start: int, end: int) -> None:
+        """As `plan_capture`, for new tokens of which some may go: `settle` says where they end."""
+        unit = self.config.hash_block
+        if table.is_cacheable and end // unit > start // unit:
+            pages = self._capture_pages(table)
+            table.capture = (0, pages) if pages else None
+
+    def settle(self, table: Table, start: int, end: int) -> None:
+        """The tokens from `start` to `end` stay: give back what the others would have needed.
+
+        The state at the last boundary among them is copied away, if `plan_draft` had room for it.
+        """
+        for page in reversed(table.kv_pages[self.config.num_kv_pages(end) :]):
+            self.device.release(page, self._clock)
+        del table.kv_pages[self.config.num_kv_pages(end) :]
+        if table.capture is None:
             return
-        pages = tuple(self.device.take() for _ in range(num_groups))
-        table.capture = (end, pages)
-        self.ops.captures += zip(table.state_pages, pages, strict=True)
+        boundary, pages = end // self.config.hash_block * self.config.hash_block, table.capture[1]
+        table.capture = (boundary, pages) if boundary > start else None
+        if table.capture:
+            self.ops.captures += zip(table.state_pages, pages, strict=True)
+        else:
+            for page in pages:
+                self.device.release(page, self._clock)
 
     def commit(self, table: Table, chain: Sequence[bytes], num_computed: int) -> None:
         """Register what a sequence has computed, its captured state among it."""
@@ -288,6 +308,16 @@ class PrefixCache:
         self.ops.stores.append((source, target))
         self.stats.num_written_back += 1
         return target
+
+    def _capture_pages(self, table: Table) -> tuple[int, ...]:
+        """Pages for a state that will be kept; none if the pool cannot give them."""
+        num_groups = self.config.num_state_groups
+        if self.device.num_free < num_groups:
+            self._supersede(table)
+        if not self._make_room(num_groups):
+            self.stats.num_states_skipped += 1
+            return ()
+        return tuple(self.device.take() for _ in range(num_groups))
 
     def _keep(
         self, table: Table, chain: Sequence[bytes], position: int, pages: tuple[int, ...]

@@ -1,25 +1,34 @@
 """The engine: requests in, tokens out. A step is plan, run, commit.
 
+With a draft a step may write several tokens of a sequence: its last token and the guessed ones are
+computed in one call, and guesses are kept as long as each is the token that was drawn in its place.
 Single-threaded and synchronous: who calls `step` owns the engine between two steps.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from baltoro.model.config import ModelConfig
 from baltoro.model.counts import flop_counts
 from baltoro.model.model import Model
 from baltoro.serve.cache import PrefixCache
+from baltoro.serve.draft import Draft, Seen, SpeculationConfig, made_draft
 from baltoro.serve.layout import PoolLayout, pool_layout
 from baltoro.serve.pages import CacheConfig
 from baltoro.serve.pool import PagePool
 from baltoro.serve.prefix import root_hash
 from baltoro.serve.request import FinishReason, NewToken, Request, Sequence
 from baltoro.serve.runner import Runner
-from baltoro.serve.scheduler import Scheduler, SchedulerConfig
+from baltoro.serve.scheduler import Scheduler, SchedulerConfig, StepPlan, Work
 
+logger = logging.getLogger(__name__)
+
+WARN_AFTER = 512  # drafted tokens in a row that were all wrong
 _FLOPS_AT = 4096  # sequence length at which the shares of attention and the rest are counted
 
 
@@ -33,6 +42,7 @@ class EngineConfig:
     is_caching: bool = True
     retention_interval: int | None = None  # also keep a state every so many tokens
     num_kept_states: int = 64  # checkpoints that the pool has room for
+    speculation: SpeculationConfig | None = None  # None: one token per sequence and step
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
@@ -55,12 +65,17 @@ class EngineStats:
     finished: Counter[FinishReason] = field(default_factory=Counter)
     busy_s: float = 0.0  # inside steps
     computed_tokens: int = 0  # by the model
+    num_drafts: int = 0  # verified
+    draft_tokens: int = 0  # in them
+    accepted_tokens: int = 0  # of these
+    accepted_at: Counter[int] = field(default_factory=Counter)  # by place in the draft, from 0
 
 
 class Engine:
     """One model and its sequences.
 
-    `model` is in eval mode and on its device. Raises `ValueError` for settings that do not fit it.
+    `model` is in eval mode and on its device. `draft` stands in for what `config.speculation`
+    names. Raises `ValueError` for settings that do not fit the model.
     """
 
     def __init__(
@@ -68,6 +83,7 @@ class Engine:
         model: Model,
         config: EngineConfig,
         *,
+        draft: Draft | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         weight = model.lm_head.weight
@@ -78,6 +94,7 @@ class Engine:
         )
         self.stats = EngineStats()
         self.weights_version = "0"
+        speculation = config.speculation
         cache_config = _cache_config(model.config, self.layout, config)
         pool = PagePool(
             model.config,
@@ -86,11 +103,16 @@ class Engine:
             host_pages=cache_config.host_pages,
             dtype=weight.dtype,
             device=weight.device,
+            is_drafting=speculation is not None and speculation.draft == "mtp",
         )
+        if draft is None and speculation is not None:
+            draft = made_draft(speculation, model, pool)
+        self.draft = draft
         self.cache = PrefixCache(cache_config)
         self.scheduler = Scheduler(config.scheduler, self.cache)
         self.runner = Runner(model, pool)
         self._clock = clock
+        self._num_wrong = 0  # drafted tokens since the last right one
 
     @property
     def is_idle(self) -> bool:
@@ -115,25 +137,34 @@ class Engine:
     def step(self) -> list[tuple[Sequence, NewToken | None]]:
         """Advance everything that runs; the new tokens, None for a reply that ended in an error.
 
-        A sequence that ended has its `finish_reason`.
+        A sequence that ended has its `finish_reason`; with a draft several of these tokens may be
+        its last ones, the end being the last of `new_tokens`.
         """
         start = self._clock()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._drafts())
         if plan is None:
             return []
-        drawn = self.runner.run(plan, self.weights_version)
+        output = self.runner.run(plan, self.weights_version)
+        taken = [_accepted(*pair) for pair in zip(plan.works, output.drawn, strict=True)]
+        stops = [
+            work.stop + max(0, len(tokens) - 1)
+            for work, tokens in zip(plan.works, taken, strict=True)
+        ]
+        self._settle(plan, stops)
+        self.runner.keep(plan, output, stops)
         events: list[tuple[Sequence, NewToken | None]] = []
-        for work, token in zip(plan.works, drawn, strict=True):
-            sequence, is_sampled = work.sequence, work.is_sampled
-            assert sequence.table is not None
-            if sequence.num_computed == sequence.table.num_hit and not sequence.num_preemptions:
-                self.stats.prompt_tokens += len(sequence.request.prompt_ids)
-                self.stats.cached_tokens += sequence.num_cached
-            sequence.num_computed = work.stop
-            self.cache.commit(sequence.table, sequence.chain, work.stop)
-            if is_sampled:
-                self._take(sequence, token)
-                events.append((sequence, token))
+        for work, stop, tokens in zip(plan.works, stops, taken, strict=True):
+            self._commit(work.sequence, stop, tokens)
+            events += [(work.sequence, token) for token in tokens]
+        if self.draft is not None:
+            sizes = [work.end - work.start for work in plan.works]
+            rows = zip(plan.works, stops, output.mixture.split(sizes), strict=True)
+            self.draft.observe(
+                [
+                    Seen(work.sequence, work.start, mixture[: stop - work.start])
+                    for work, stop, mixture in rows
+                ]
+            )
         self.cache.end_step()
         self.stats.num_steps += 1
         self.stats.computed_tokens += plan.num_tokens
@@ -163,11 +194,59 @@ class Engine:
             sequence.chain.clear()
             sequence.extend_chain(self.layout.hash_block)
 
-    def _take(self, sequence: Sequence, token: NewToken | None) -> None:
-        if token is None:
+    def _drafts(self) -> dict[Sequence, list[int]]:
+        """Guesses for the sequences that decode."""
+        if self.draft is None:
+            return {}
+        running = self.scheduler.running
+        decoding = [s for s in running if s.is_decoding and s.num_left > 1]
+        return dict(zip(decoding, self.draft.propose(decoding), strict=True))
+
+    def _settle(self, plan: StepPlan, stops: Series[int]) -> None:
+        """Count what drafts brought, and give back the pages of what they got wrong."""
+        for work, stop in zip(plan.works, stops, strict=True):
+            if not work.draft:
+                continue
+            assert work.sequence.table is not None
+            self.cache.settle(work.sequence.table, work.start, stop)
+            num_accepted = stop - work.stop
+            self.stats.num_drafts += 1
+            self.stats.draft_tokens += len(work.draft)
+            self.stats.accepted_tokens += num_accepted
+            self.stats.accepted_at.update(range(num_accepted))
+            self._num_wrong = 0 if num_accepted else self._num_wrong + len(work.draft)
+        if self._num_wrong >= WARN_AFTER:
+            logger.warning(
+                "speculation: none of the last %d drafted tokens was right; serve without a draft "
+                "or with one that was trained for these weights",
+                self._num_wrong,
+            )
+            self._num_wrong = 0
+
+    def _commit(self, sequence: Sequence, stop: int, tokens: Series[NewToken | None]) -> None:
+        """Tokens up to `stop` are computed, and `tokens` follow what the sequence had."""
+        table = sequence.table
+        assert table is not None
+        if sequence.num_computed == table.num_hit and not sequence.num_preemptions:
+            self.stats.prompt_tokens += len(sequence.request.prompt_ids)
+            self.stats.cached_tokens += sequence.num_cached
+        sequence.num_computed = stop
+        for token in tokens:
+            if token is not None:
+                self._append(sequence, token)
+        sequence.extend_chain(self.layout.hash_block)
+        self.cache.commit(table, sequence.chain, stop)
+        if not tokens:
+            return
+        if tokens[-1] is None:
             self.stats.num_corrupted += 1
             self._finish(sequence, "error")
-            return
+        elif tokens[-1].id in sequence.request.stop_ids:
+            self._finish(sequence, "stop")
+        elif sequence.num_left == 0:
+            self._finish(sequence, "length")
+
+    def _append(self, sequence: Sequence, token: NewToken) -> None:
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
         if sequence.constraint is not None:
@@ -176,12 +255,6 @@ class Engine:
         sequence.tokens.append(token.id)
         sequence.new_tokens.append(token)
         self.stats.new_tokens += 1
-        if token.id in sequence.request.stop_ids:
-            self._finish(sequence, "stop")
-        elif len(sequence.new_tokens) == sequence.request.max_new_tokens:
-            self._finish(sequence, "length")
-        else:
-            sequence.extend_chain(self.layout.hash_block)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish_reason = reason
@@ -214,6 +287,16 @@ class Engine:
             )
         if sum(span.stop - span.start for span in request.media) != num_pads:
             raise ValueError("media: the spans must cover every placeholder, else replies mix up")
+
+
+def _accepted(work: Work, drawn: Series[NewToken | None]) -> list[NewToken | None]:
+    """What was drawn, up to the first token that ends the reply or that its draft missed."""
+    taken: list[NewToken | None] = []
+    for token, guess in zip_longest(drawn, work.draft):
+        taken.append(token)
+        if token is None or token.id != guess or token.id in work.sequence.request.stop_ids:
+            break
+    return taken
 
 
 def _cache_config(model: ModelConfig, layout: PoolLayout, config: EngineConfig) -> CacheConfig:

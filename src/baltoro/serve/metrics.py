@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 
+from baltoro.serve.answer import Answer
 from baltoro.serve.engine import Engine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -40,7 +41,17 @@ class Metrics:
         self.finished: Counter[str] = Counter()  # replies by finish reason
         self.rejected: Counter[str] = Counter()  # requests by reason
         self.num_empty = 0  # replies without content and calls
+        self.num_retried = 0  # replies thrown away and drawn again
+        self.problems: Counter[str] = Counter()  # replies by departure from the format
         self._histograms = {name: _Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
+
+    def finish(self, answer: Answer, num_tokens: int, seconds: float) -> None:
+        """Count a reply."""
+        self.finished[answer.finish_reason] += 1
+        self.num_empty += answer.is_empty
+        self.problems.update(answer.problems)
+        self.observe("vllm:request_generation_tokens", num_tokens)
+        self.observe("vllm:e2e_request_latency_seconds", seconds)
 
     def observe(self, name: str, value: float) -> None:
         """Add a value to a histogram of `HISTOGRAMS`."""
@@ -57,6 +68,12 @@ class Metrics:
         labelled = (
             ("vllm:request_success", "finished_reason", self.finished),
             ("vllm:admission_rejections", "reason", self.rejected),
+            ("baltoro:malformed_replies", "problem", self.problems),
+            (
+                "vllm:spec_decode_num_accepted_tokens_per_pos",
+                "position",
+                {str(place): count for place, count in engine.stats.accepted_at.items()},
+            ),
         )
         for name, label, counts in labelled:
             lines.append(f"# TYPE {name} counter")
@@ -76,6 +93,9 @@ class Metrics:
             "vllm:external_prefix_cache_hits": cache.host_hit_tokens,
             "vllm:num_preemptions": engine.scheduler.num_preemptions,
             "vllm:corrupted_requests": stats.num_corrupted,
+            "vllm:spec_decode_num_drafts": stats.num_drafts,
+            "vllm:spec_decode_num_draft_tokens": stats.draft_tokens,
+            "vllm:spec_decode_num_accepted_tokens": stats.accepted_tokens,
             "baltoro:mla_hit_tokens": cache.kv_hit_tokens,
             # a checkpoint keeps its latents, so a state that is found is always usable
             "baltoro:state_hit_tokens": cache.agreed_hit_tokens,
@@ -88,6 +108,7 @@ class Metrics:
             "baltoro:pages_copied": cache.num_copies,
             "baltoro:pages_written_back": cache.num_written_back,
             "baltoro:empty_replies": self.num_empty,
+            "baltoro:retried_replies": self.num_retried,
         }
 
 

@@ -80,4 +80,5 @@ class Table:
     last_kept: int  # position of the last kept state below this sequence
     num_registered: int = 0  # hash blocks offered to the index
     latest: Checkpoint | None = None  # gives way to the next one unless somebody read it
-    capture: tuple[int, tuple[int, ...]] | None = None  # position and pages of this step's state
+    # position and pages of this step's state; position 0: where drafts will turn out to end
+    capture: tuple[int, tuple[int, ...]] | None = None

@@ -1,7 +1,11 @@
 """The pages themselves: one buffer of bytes, read as latents, states or convolution windows.
 
 `PagePool` moves whole pages as the account says; `PagedCache` is what the model sees of them in one
-call, with states gathered from and written back to the pages of its N sequences.
+call, with states gathered from and written back to the pages of its N sequences. `VerifyCache` is
+that where not every new token may stay: states wait until it is known how many do, and then take
+in just those, from the inputs that each layer recorded.
+
+X = W - 1, the inputs that a convolution window keeps; A is the tokens that stay.
 """
 
 from collections.abc import Sequence
@@ -10,13 +14,19 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from baltoro.model.cache import KdaInputs
 from baltoro.model.config import ModelConfig
+from baltoro.ops.kda import recurrent_kda
 from baltoro.serve.layout import PoolLayout
 from baltoro.serve.pages import PageOps, Table
 
 
 class PagePool:
-    """`num_pages` pages and the padding page 0 on a device, `host_pages` in CPU memory."""
+    """`num_pages` pages and the padding page 0 on a device, `host_pages` in CPU memory.
+
+    With `is_drafting` the first MTP layer has latents too, in a buffer apart with the same pages.
+    They follow copies but not the way to CPU memory and back: what is stale makes worse drafts.
+    """
 
     def __init__(
         self,
@@ -27,6 +37,7 @@ class PagePool:
         host_pages: int,
         dtype: torch.dtype,
         device: torch.device,
+        is_drafting: bool = False,
     ) -> None:
         state_dtype = torch.promote_types(dtype, torch.float32)
         if layout.layer_bytes % state_dtype.itemsize:
@@ -36,6 +47,7 @@ class PagePool:
             )
         shape = (layout.layers_per_page, layout.layer_bytes)
         self.layout = layout
+        self.kda_impl = config.impl.kda
         self.pages = torch.zeros((num_pages + 1, *shape), dtype=torch.uint8, device=device)
         self.host_pages = torch.zeros(
             (host_pages + 1, *shape), dtype=torch.uint8, pin_memory=device.type == "cuda"
@@ -45,6 +57,10 @@ class PagePool:
         self._latents = {
             layer_idx: latents[:, place] for place, layer_idx in enumerate(layout.mla_layers)
         }
+        draft_shape = (num_pages + 1 if is_drafting else 0, layout.page_size, mla.kv_latent_dim)
+        self.draft_latents = torch.zeros(draft_shape, dtype=dtype, device=device)
+        if is_drafting:
+            self._latents[config.num_layers] = self.draft_latents
         channels, taps = 3 * kda.num_heads * kda.head_dim, kda.conv_kernel_size - 1
         first = layout.state_bytes // dtype.itemsize
         windows = self.pages.view(dtype)[..., first : first + channels * taps]
@@ -58,7 +74,7 @@ class PagePool:
         }
 
     def latents(self, layer_idx: int) -> Tensor:
-        """Latent rows of an MLA layer in every page, `[pages, page_size, R]`."""
+        """Latent rows of an MLA or MTP layer in every page, `[pages, page_size, R]`."""
         return self._latents[layer_idx]
 
     def states(self, layer_idx: int) -> tuple[int, Tensor, Tensor]:
@@ -73,6 +89,8 @@ class PagePool:
             self.pages[target].copy_(self.host_pages[source])
         for source, target in ops.copies:
             self.pages[target].copy_(self.pages[source])
+            if len(self.draft_latents):
+                self.draft_latents[target].copy_(self.draft_latents[source])
         for page in ops.resets:
             self.pages[page].zero_()
 
@@ -116,7 +134,9 @@ class PagedCache:
         owner_T = torch.arange(len(spans)).repeat_interleave(
             torch.tensor([len(p) for p in positions])
         )
-        self._new_pages_T = self._pages_NP[owner_T.to(device), rows_T // size]
+        self._owner_T = owner_T.to(device)
+        self._positions_T = rows_T
+        self._new_pages_T = self._pages_NP[self._owner_T, rows_T // size]
         self._new_rows_T = rows_T % size
 
     def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +144,9 @@ class PagedCache:
         pages_N = self._state_pages_GN[group]
         return windows[pages_N], states[pages_N]
 
-    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
+    def store_kda_state(
+        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
+    ) -> None:
         group, windows, states = self._pool.states(layer_idx)
         pages_N = self._state_pages_GN[group]
         windows[pages_N] = conv_state
@@ -149,3 +171,70 @@ class PagedCache:
 
     def is_empty(self, layer_idx: int) -> Tensor:
         return torch.tensor([start == 0 for start in self._starts])
+
+
+class VerifyCache(PagedCache):
+    """A cache for drafted tokens: it decodes several of each sequence and keeps what `replay` says.
+
+    Latents of tokens that go stay behind the sequence's end, where the next ones overwrite them.
+    """
+
+    def __init__(self, pool: PagePool, spans: Sequence[Span]) -> None:
+        super().__init__(pool, "decode", spans)
+        self._inputs: dict[int, KdaInputs] = {}
+
+    def store_kda_state(
+        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
+    ) -> None:
+        assert inputs is not None
+        self._inputs[layer_idx] = inputs
+
+    def kv_padded(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        rows, _ = super().kv_padded(layer_idx)
+        return rows[self._owner_T], self._positions_T + 1
+
+    def replay(self, froms: Sequence[int], tos: Sequence[int]) -> None:
+        """Take tokens `froms[n]` to `tos[n]` of each sequence's new ones into its states.
+
+        Counted from the first new token; the states are those before `froms[n]`.
+        """
+        chosen = [n for n, (start, stop) in enumerate(zip(froms, tos, strict=True)) if stop > start]
+        if not chosen:
+            return
+        device = self._pages_NP.device
+        lengths = [stop - start for start, stop in zip(self._starts, self._stops, strict=True)]
+        firsts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        tokens_A = torch.cat(
+            [torch.arange(firsts[n] + froms[n], firsts[n] + tos[n]) for n in chosen]
+        )
+        tokens_A = tokens_A.to(device)
+        bounds = torch.tensor([0, *[tos[n] - froms[n] for n in chosen]]).cumsum(0)
+        cu_seqlens = bounds.to(device, torch.int32)
+        chosen_N = torch.tensor(chosen, device=device)
+        for layer_idx, inputs in self._inputs.items():
+            group, windows, states = self._pool.states(layer_idx)
+            pages_N = self._state_pages_GN[group, chosen_N]
+            projected_AC, k_AHK, v_AHV, g_AHK, beta_AH = (x[tokens_A] for x in inputs)
+            windows[pages_N] = _shifted(windows[pages_N], projected_AC, bounds)
+            states[pages_N] = recurrent_kda(
+                k_AHK,  # in the place of queries: outputs are not wanted
+                k_AHK,
+                v_AHV,
+                g_AHK,
+                beta_AH,
+                cu_seqlens=cu_seqlens,
+                initial_state=states[pages_N],
+                impl=self._pool.kda_impl,
+            ).final_state
+
+
+def _shifted(windows_NCX: Tensor, inputs_AC: Tensor, bounds: Tensor) -> Tensor:
+    """The last X inputs of each sequence once its new ones came in."""
+    kept = windows_NCX.shape[-1]
+    # places among a sequence's new inputs; negative ones are still in the old window
+    place_NX = bounds.diff()[:, None] - kept + torch.arange(kept)
+    rows_NX = (place_NX + bounds[:-1, None]).clamp(min=0).to(inputs_AC.device)
+    old_N1X = (place_NX + kept).clamp(max=kept - 1).to(inputs_AC.device)[:, None]
+    old_NCX = windows_NCX.gather(-1, old_N1X.expand_as(windows_NCX))
+    is_new_N1X = (place_NX >= 0).to(inputs_AC.device)[:, None]
+    return torch.where(is_new_N1X, inputs_AC[rows_NX].mT, old_NCX)

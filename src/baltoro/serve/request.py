@@ -110,6 +110,11 @@ class Sequence:
         """Whether only the last token is left to compute."""
         return self.num_computed > 0 and self.num_computed == len(self.tokens) - 1
 
+    @property
+    def num_left(self) -> int:
+        """Tokens that its reply may still have."""
+        return self.request.max_new_tokens - len(self.new_tokens)
+
     def extend_chain(self, hash_block: int) -> None:
         """Hash the blocks that its tokens completed since."""
         extend_chain(self.chain, self.root, self.tokens, hash_block, self.request.media)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baltoro.serve.request import Sequence as EngineSequence
 from baltoro.serve.sampling import Penalties, Sampling
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64; the increment of splitmix64
@@ -28,6 +29,17 @@ class Row(NamedTuple):
     penalties: Penalties = Penalties()
     prompt_ids: Sequence[int] = ()  # both read only if there are penalties
     reply_ids: Sequence[int] = ()
+
+
+def row_of(sequence: EngineSequence, drafted: Sequence[int] = ()) -> Row:
+    """What the token behind a sequence and its `drafted` ones is drawn by."""
+    request, num_new = sequence.request, len(sequence.new_tokens) + len(drafted)
+    if request.penalties.are_off:
+        return Row(request.sampling, request.seed, num_new)
+    reply_ids = [*(token.id for token in sequence.new_tokens), *drafted]
+    return Row(
+        request.sampling, request.seed, num_new, request.penalties, request.prompt_ids, reply_ids
+    )
 
 
 def sample(

@@ -5,9 +5,14 @@ among the prefills, so that a short prompt never waits for a long one to end. Or
 and arrival: `ageing_s` seconds of waiting make up for one level, and a preempted sequence keeps its
 place. A sequence is let in with pages for its whole prompt. One that does not fit may be passed by
 `max_skips` later ones; then the room that others give back is kept for it.
+
+Drafted tokens are verified beside a sequence's own where the step has room: together they take at
+most half of what the decoding tokens leave, and a draft that finds no page displaces nobody.
 """
 
 from bisect import insort
+from collections.abc import Mapping
+from collections.abc import Sequence as Series
 from dataclasses import dataclass
 
 from baltoro.serve.cache import PrefixCache
@@ -63,11 +68,17 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Tokens `start` to `stop` of one sequence, to be computed in one step."""
+    """Tokens `start` to `stop` of one sequence and a draft behind them, computed in one step."""
 
     sequence: Sequence
     start: int
     stop: int
+    draft: tuple[int, ...] = ()  # guessed tokens; only if it is sampled
+
+    @property
+    def end(self) -> int:
+        """Where it ends if the whole draft is right."""
+        return self.stop + len(self.draft)
 
     @property
     def is_sampled(self) -> bool:
@@ -79,7 +90,7 @@ class Work:
 class StepPlan:
     """What one step does."""
 
-    decodes: tuple[Work, ...]  # one token each
+    decodes: tuple[Work, ...]  # one token each, and drafts
     prefills: tuple[Work, ...]
     ops: PageOps
 
@@ -89,7 +100,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(work.stop - work.start for work in self.works)
+        return sum(work.end - work.start for work in self.works)
 
 
 class Scheduler:
@@ -128,11 +139,16 @@ class Scheduler:
         self._num_submitted += 1
         self._wait(sequence)
 
-    def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to do. Every running sequence goes on."""
+    def plan(self, drafts: Mapping[Sequence, Series[int]] | None = None) -> StepPlan | None:
+        """The next step, or None if there is nothing to do. Every running sequence goes on.
+
+        `drafts` are guesses at the next tokens of sequences that decode.
+        """
         self._yield_place()
         decodes = self._plan_decodes()
-        budget = self.config.max_step_tokens - len(decodes)
+        if drafts:
+            decodes = self._plan_drafts(decodes, drafts)
+        budget = self.config.max_step_tokens - sum(work.end - work.start for work in decodes)
         self._admit(budget)
         prefills = self._plan_prefills(decodes, budget)
         works = (*decodes, *prefills)
@@ -142,7 +158,10 @@ class Scheduler:
         for work in works:
             sequence = work.sequence
             assert sequence.table is not None and work.stop > work.start
-            self.cache.plan_capture(sequence.table, sequence.chain, work.stop)
+            if work.draft:
+                self.cache.plan_draft(sequence.table, work.start, work.end)
+            else:
+                self.cache.plan_capture(sequence.table, sequence.chain, work.stop)
         return StepPlan(decodes, prefills, self.cache.ops)
 
     def remove(self, sequence: Sequence) -> None:
@@ -198,6 +217,24 @@ class Scheduler:
             if sequence.table is not None:
                 planned.add(sequence)
                 works.append(Work(sequence, sequence.num_computed, len(sequence.tokens)))
+        return tuple(works)
+
+    def _plan_drafts(
+        self, decodes: tuple[Work, ...], drafts: Mapping[Sequence, Series[int]]
+    ) -> tuple[Work, ...]:
+        """Each draft as far as its reply may go and its state need not be kept, whole or not."""
+        budget = (self.config.max_step_tokens - len(decodes)) // 2
+        works = []
+        for work in decodes:
+            sequence, table = work.sequence, work.sequence.table
+            assert table is not None
+            end = work.stop + min(len(drafts.get(sequence, ())), sequence.num_left - 1)
+            end = self.cache.next_stop(table, work.start, end)
+            if work.stop < end <= work.stop + budget and self.cache.grow(table, end):
+                budget -= end - work.stop
+                draft = tuple(drafts[sequence][: end - work.stop])
+                work = Work(sequence, work.start, work.stop, draft)
+            works.append(work)
         return tuple(works)
 
     def _admit(self, budget: int) -> None:
