@@ -31,6 +31,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "train": ("baltoro.recipes.pretrain:train", "pretrain a model of a size on a data folder"),
     "report": ("baltoro.train.report:report", "what a run did, as one HTML page"),
     "recipes": ("baltoro.recipes.pretrain:recipes", "what each size of the ladder fixes"),
+    "compare": ("baltoro.recipes.compare:compare", "put published directions to the test"),
     "fixture": ("baltoro.checkpoint.fixture:fixture", "a tiny random checkpoint for tests"),
     "sandbox": ("baltoro.sandbox.cli:main", "install, test and use sandboxes"),
 }
@@ -93,14 +94,14 @@ def _dispatch(args: list[str]) -> int:
     elif args[0] == "--version":
         print(f"baltoro {__version__}")
     elif args[0] in VERBS:
-        # tyro is loaded on use: the machine with the GPU runs tests without it
-        import tyro
-
         verb, options, fixed = load_verb(args[0]), args[1:], {}
         parameters = inspect.signature(verb).parameters
         if "argv" in parameters:
             # it has verbs of its own and reads them itself
             return verb(options) or 0
+        # tyro is loaded on use: the machine with the GPU runs tests without it
+        import tyro
+
         if "overrides" in parameters:
             options, overrides = split_overrides(options)
             fixed = {"overrides": overrides}
