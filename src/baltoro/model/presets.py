@@ -1,4 +1,4 @@
-"""Complete model configurations by name: three K3-shaped ones to train, and the two releases.
+"""Complete model configurations by name: four K3-shaped ones to train, and the two releases.
 
 Sizes are counted from the parameter shapes (`baltoro inspect NAME` prints them).
 """
@@ -83,6 +83,24 @@ def small() -> ModelConfig:
         mla_head_dims=(128, 64),
         experts=(64, 6, 448),
         latent_size=384,
+        max_seq_len=65536,
+    )
+
+
+def base() -> ModelConfig:
+    """3.2 B parameters, 0.62 B active: the largest that one GPU of 141 GB trains."""
+    return _k3_shaped(
+        vocab_size=65536,
+        hidden_size=1280,
+        intermediate_size=3456,
+        num_layers=24,
+        attn_res_block_size=6,
+        kda_head_dim=128,
+        num_heads=10,
+        mla_ranks=(640, 384),
+        mla_head_dims=(128, 64),
+        experts=(96, 8, 640),
+        latent_size=640,
         max_seq_len=65536,
     )
 
@@ -223,6 +241,7 @@ PRESETS: Mapping[str, Callable[[], ModelConfig]] = {
     "nano": nano,
     "mini": mini,
     "small": small,
+    "base": base,
     "kimi-linear-48b": kimi_linear_48b,
     "k3": k3,
 }

@@ -35,6 +35,7 @@ class Rung:
     max_microbatch: int  # positions in memory at once
     num_mtp_layers: int
     why: str
+    recompute: bool = False  # of activations, so that a microbatch fits
 
 
 LADDER: dict[str, Rung] = {
@@ -61,6 +62,15 @@ LADDER: dict[str, Rung] = {
         max_microbatch=65536,
         num_mtp_layers=1,
         why="twenty tokens per active parameter",
+    ),
+    "base": Rung(
+        preset="base",
+        num_tokens=12_000_000_000,
+        seq_len=65536,
+        max_microbatch=65536,
+        num_mtp_layers=1,
+        why="twenty tokens per active parameter; not run to its end here",
+        recompute=True,
     ),
 }
 
