@@ -1,5 +1,6 @@
 """The loop of a run, with everything around the model real but small."""
 
+import io
 import json
 import math
 import os
@@ -172,6 +173,21 @@ def test_everything_is_written_down(tmp_path):
     inspected = [entry for entry in entries if entry["kind"] == "inspect"]
     assert [entry["step"] for entry in inspected] == [1, 5, 6]
     assert sum(inspected[0]["loads"]["layers.1"]) == 2 * 32
+
+
+def test_the_share_of_products_is_measured_now_and_then_and_shown(tmp_path):
+    console = Console(record=True, width=300, file=io.StringIO())
+    run(
+        tmp_path,
+        config_of(num_steps=9, profile_every=4),
+        progress=ProgressLine(console, every=1),
+    )
+    entries = [e for e in read_metrics(tmp_path / "metrics.jsonl") if e["kind"] == "step"]
+    shares = {e["step"]: e["train/matmul_share"] for e in entries if "train/matmul_share" in e}
+    assert shares.keys() == {4, 5, 8}
+    assert all(0.0 < share < 1.0 for share in shares.values())
+    lines = [line for line in console.export_text().splitlines() if "matmul" in line]
+    assert "matmul ?" in lines[0] and f"matmul {shares[8]:.0%}" in lines[8]
 
 
 class OneBadBatch(TinySource):

@@ -25,12 +25,13 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from baltoro.data.pack import PackedBatch
 from baltoro.model.model import Model
 from baltoro.optim.schedule import learning_rate
 from baltoro.train.alarms import AlarmWatch
@@ -38,10 +39,13 @@ from baltoro.train.batches import BatchSource
 from baltoro.train.config import PretrainConfig
 from baltoro.train.evaluate import HeldOutScore
 from baltoro.train.folder import RunFolder
-from baltoro.train.learner import Learner
+from baltoro.train.learner import Learner, device_of
+from baltoro.train.matmul_share import time_products
 from baltoro.train.metrics import MetricsLog, ProgressLine, Value, duration
 from baltoro.train.state import load_state, save_state
 from baltoro.train.step import StepResult, train_step
+
+_FIRST_PROFILE = 5  # the step whose share of products is measured first: caches are warm by then
 
 
 class Sample(NamedTuple):
@@ -72,6 +76,7 @@ class Training:
     best: tuple[float, int] | None = None  # bits per byte and step
     num_bad_steps: int = 0  # skipped in a row, up to now
     num_rewinds: int = 0  # since the last checkpoint
+    matmul_share: float | None = None  # of a step's time, when it was last measured
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=20))
 
 
@@ -141,37 +146,48 @@ def _advance(training: Training) -> StepResult:
     """One step, its line of metrics and its alarms."""
     learner, config = training.learner, training.config
     step = learner.num_steps
-    start = time.perf_counter()
     num_parts = config.data.num_microbatches
     source = training.source
-    batches = [source.batch(source.step, part, num_parts) for part in range(num_parts)]
-    num_positions = sum(len(batch.tokens) for batch in batches)
-    try:
-        result = train_step(
-            learner,
-            batches,
-            lr=learning_rate(config.schedule, step),
-            max_loss=math.inf if config.run.on_spike == "alarm" else training.watch.spike_limit(),
-        )
-    except ValueError as error:
-        if all(bool(master.isfinite().all()) for master in learner.optimizer.masters.values()):
-            raise
-        _log_alarm(training, "not_finite", "", step, "the weights are not finite")
-        raise ValueError(_diverged(training, "the weights are not finite")) from error
+    device = device_of(learner.model)
+    is_timed = step + 1 == _FIRST_PROFILE or (step + 1) % config.run.profile_every == 0
+    with time_products(device) if is_timed else nullcontext(None) as products:
+        start = time.perf_counter()
+        batches = [source.batch(source.step, part, num_parts) for part in range(num_parts)]
+        result = _step(training, batches)
+        elapsed = time.perf_counter() - start
+    if products is not None:
+        training.matmul_share = products.seconds / elapsed
     source.step += 1
-    elapsed = time.perf_counter() - start
     training.seconds += elapsed
-    training.recent.append((elapsed, num_positions))
+    training.recent.append((elapsed, sum(len(batch.tokens) for batch in batches)))
     is_undone = result.is_spike and config.run.on_spike == "rewind"
     is_bad = result.is_skipped and not is_undone
     training.num_bad_steps = training.num_bad_steps + 1 if is_bad else 0
-    _write(training, result)
+    _write(training, result, is_timed=is_timed)
     if training.num_bad_steps >= config.run.max_bad_steps:
         what = "spikes" if result.is_spike else "not finite"
         raise ValueError(
             _diverged(training, f"{training.num_bad_steps} steps were skipped, the last as {what}")
         )
     return result
+
+
+def _step(training: Training, batches: Sequence[PackedBatch]) -> StepResult:
+    """The update; raises `ValueError` if weights that are not finite make it impossible."""
+    learner, config = training.learner, training.config
+    step, watch = learner.num_steps, training.watch
+    try:
+        return train_step(
+            learner,
+            batches,
+            lr=learning_rate(config.schedule, step),
+            max_loss=math.inf if config.run.on_spike == "alarm" else watch.spike_limit(),
+        )
+    except ValueError as error:
+        if all(bool(master.isfinite().all()) for master in learner.optimizer.masters.values()):
+            raise
+        _log_alarm(training, "not_finite", "", step, "the weights are not finite")
+        raise ValueError(_diverged(training, "the weights are not finite")) from error
 
 
 def _rewind(training: Training, result: StepResult) -> None:
@@ -195,7 +211,7 @@ def _rewind(training: Training, result: StepResult) -> None:
     training.progress.note(f"rewind {training.num_rewinds}: {text}")
 
 
-def _write(training: Training, result: StepResult) -> None:
+def _write(training: Training, result: StepResult, *, is_timed: bool) -> None:
     """Metrics, inspection, progress and alarms of the step just taken."""
     step, run = training.learner.num_steps, training.config.run
     seconds, tokens = (sum(part) for part in zip(*training.recent, strict=True))
@@ -207,8 +223,11 @@ def _write(training: Training, result: StepResult) -> None:
         "train/total_tokens": float(training.learner.num_tokens),
         "train/total_seconds": training.seconds,
     }
+    share = training.matmul_share
+    if is_timed and share is not None:
+        numbers["train/matmul_share"] = share
     is_last = step == training.config.schedule.num_steps
-    if step % run.log_every == 0 or result.is_skipped or is_last:
+    if step % run.log_every == 0 or is_timed or result.is_skipped or is_last:
         training.log.write("step", step, numbers)
     if (step == 1 or step % run.inspect_every == 0 or is_last) and not result.is_skipped:
         training.log.write(
@@ -221,9 +240,11 @@ def _write(training: Training, result: StepResult) -> None:
             },
         )
     left = (training.config.schedule.num_steps - step) * seconds / len(training.recent)
+    matmul = "?" if share is None else f"{share:.0%}"
     training.progress.update(
         f"step {step}/{training.config.schedule.num_steps}  loss {numbers['train/loss']:.3f}  "
-        f"{speed:,.0f} tokens/s  MFU {utilisation:.1%}  grad {numbers['train/grad_norm']:.2f}  "
+        f"{speed:,.0f} tokens/s  MFU {utilisation:.1%}  matmul {matmul}  "
+        f"grad {numbers['train/grad_norm']:.2f}  "
         f"dead experts {numbers.get('router/dead_experts', 0.0):.0f}  left {duration(left)}"
     )
     for alarm in training.watch.check(step, result):
