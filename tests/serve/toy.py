@@ -5,6 +5,7 @@ or a state of somebody else, of another token or of older weights fails at once.
 """
 
 import hashlib
+import random
 from dataclasses import dataclass, field
 
 from baltoro.serve.cache import PrefixCache
@@ -49,6 +50,8 @@ class Toy:
     version: str = "1"
     clock: float = 0.0
     num_steps: int = 0
+    guesses: random.Random | None = None  # drafts, right as far as it says; None: no drafts
+    accepted: list[int] = field(default_factory=list)  # of each draft
     finished: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -85,7 +88,7 @@ class Toy:
 
     def step(self) -> StepPlan | None:
         """Plan, run, commit; every read and write is checked."""
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(self._drafts())
         self.cache.audit()
         if plan is None:
             return None
@@ -93,22 +96,23 @@ class Toy:
         self.clock += 1.0
         assert plan.num_tokens <= self.scheduler_config.max_step_tokens
         self._move_pages(plan)
-        numbers = [self._compute(work) for work in plan.works]
-        for source, target in plan.ops.captures:
-            self.pages[target] = dict(self.pages[source])
-        for work, number in zip(plan.works, numbers, strict=True):
+        written = [self._compute(work) for work in plan.works]
+        stops = [
+            work.stop + max(0, len(w) - 1) for work, w in zip(plan.works, written, strict=True)
+        ]
+        self._keep_states(plan, stops)
+        for work, stop, tokens in zip(plan.works, stops, written, strict=True):
             sequence = work.sequence
-            sequence.num_computed = work.stop
+            sequence.num_computed = stop
             assert sequence.table is not None
-            self.cache.commit(sequence.table, sequence.chain, work.stop)
-            if work.is_sampled:
-                sequence.tokens.append(next_token(number))
-                sequence.new_tokens.append(NewToken(sequence.tokens[-1], 0.0, self.version))
-                sequence.extend_chain(self.cache_config.hash_block)
-                if len(sequence.new_tokens) == sequence.request.max_new_tokens:
-                    sequence.finish_reason = "length"
-                    self.scheduler.remove(sequence)
-                    self.finished.append(sequence)
+            sequence.tokens += tokens
+            sequence.new_tokens += [NewToken(token, 0.0, self.version) for token in tokens]
+            sequence.extend_chain(self.cache_config.hash_block)
+            self.cache.commit(sequence.table, sequence.chain, stop)
+            if sequence.num_left == 0:
+                sequence.finish_reason = "length"
+                self.scheduler.remove(sequence)
+                self.finished.append(sequence)
         self.cache.end_step()
         self.cache.audit()
         return plan
@@ -139,7 +143,45 @@ class Toy:
             for block, key in enumerate(work.sequence.chain):
                 self.block_of[key] = block
 
-    def _compute(self, work: Work) -> int:
+    def _drafts(self) -> dict[Sequence, list[int]]:
+        drafts: dict[Sequence, list[int]] = {}
+        for sequence in self.scheduler.running if self.guesses else ():
+            if not sequence.is_decoding or sequence.table is None:
+                continue
+            assert self.guesses is not None
+            count, right = self.guesses.randint(0, 8), self.guesses.randint(0, 8)
+            (number,) = history(sequence.tokens[-1:], self.version, self.truth[sequence][-1])
+            draft = []
+            for place in range(count):
+                draft.append(next_token(number))
+                (number,) = history(draft[-1:], self.version, number)
+                if place >= right:
+                    draft[-1] = (draft[-1] + 1) % VOCABULARY
+            drafts[sequence] = draft
+        return drafts
+
+    def _keep_states(self, plan: StepPlan, stops: list[int]) -> None:
+        """Drafts settled; states at captured boundaries copied away, then those at the ends."""
+        for work, stop in zip(plan.works, stops, strict=True):
+            table = work.sequence.table
+            assert table is not None
+            if work.draft:
+                self.accepted.append(stop - work.stop)
+                self.cache.settle(table, work.start, stop)
+                assert len(table.kv_pages) == self.cache_config.num_kv_pages(stop)
+            truth = self.truth[work.sequence] = self.truth[work.sequence][:stop]
+            place = table.capture[0] if table.capture else stop
+            assert work.start < place <= stop
+            for page in table.state_pages:
+                self.pages[page] = {-1: truth[place - 1]}
+        for source, target in plan.ops.captures:
+            self.pages[target] = dict(self.pages[source])
+        for work in plan.works:
+            for page in work.sequence.table.state_pages:  # type: ignore[union-attr]
+                self.pages[page] = {-1: self.truth[work.sequence][-1]}
+
+    def _compute(self, work: Work) -> list[int]:
+        """The tokens that a work gives, after every read and write of it was checked."""
         sequence, size = work.sequence, self.cache_config.page_size
         table = sequence.table
         assert table is not None
@@ -153,15 +195,19 @@ class Toy:
         for index, number in enumerate(truth):
             page = self.pages[table.kv_pages[index // size]]
             assert page[index % size] == number, "a wrong latent"
-        new = sequence.tokens[work.start : work.stop]
+        new = [*sequence.tokens[work.start : work.stop], *work.draft]
         truth += history(new, self.version, truth[-1] if truth else 0)
-        for index in range(work.start, work.stop):
+        for index in range(work.start, work.end):
             page = table.kv_pages[index // size]
             assert index % size >= self._num_named_rows(page), "a named row is written"
             self.pages.setdefault(page, {})[index % size] = truth[index]
-        for page in table.state_pages:
-            self.pages[page] = {-1: truth[-1]}
-        return truth[-1]
+        tokens: list[int] = []
+        if work.is_sampled:
+            for number, guess in zip(truth[work.stop - 1 :], [*work.draft, None], strict=True):
+                tokens.append(next_token(number))
+                if tokens[-1] != guess:
+                    break
+        return tokens
 
     def _num_named_rows(self, page: int) -> int:
         config = self.cache_config
