@@ -100,7 +100,9 @@ def test_drafts_that_do_not_fit_the_step_are_left_out() -> None:
             sizes.setdefault(len(drafts), set()).add(sum(drafts))
     assert sizes == {3: {0}, 2: {3}, 1: {3}}  # half of what is left of eight, whole or not at all
     for prompt, sequence in zip(prompts, sequences, strict=True):
-        assert [token.id for token in sequence.new_tokens] == reply(prompt, 30)
+        assert [token.id for token in sequence.new_tokens] == reply(
+            prompt, sequence.request.max_new_tokens
+        )
 
 
 def test_prefills_go_on_beside_drafts() -> None:
