@@ -1,6 +1,6 @@
 """One sequence at a time: chunked prefill, then cached recurrent decoding.
 
-The plain loop beside the engine to come; `baltoro generate` and `baltoro chat` run it.
+The plain loop beside the engine; `baltoro generate` and `baltoro chat` run it.
 """
 
 import sys
