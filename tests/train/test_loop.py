@@ -27,9 +27,10 @@ from baltoro.train.config import (
 from baltoro.train.evaluate import HeldOutScore
 from baltoro.train.folder import open_run
 from baltoro.train.learner import build_learner
-from baltoro.train.loop import Sample, Training, run_loop
+from baltoro.train.loop import Training, run_loop
 from baltoro.train.metrics import MetricsLog, ProgressLine, read_metrics
 from baltoro.train.probe import probe_model
+from baltoro.train.samples import Sample
 from baltoro.train.state import load_state
 
 

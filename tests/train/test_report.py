@@ -19,6 +19,7 @@ def write_run(path):
     (path / "card.md").write_text("# Data card\n<b>raw</b>")
     with MetricsLog(path / "metrics.jsonl") as log:
         log.write("baseline", 0, {"bits_per_byte": 3.5, "by_domain": {}})
+        log.write("rewind", 0, {"from": 2, "num_batches": 2, "message": "back to step 0"})
         for step in (1, 2, 3):
             numbers = {
                 "train/loss": 6.0 - step,
@@ -53,7 +54,14 @@ def write_run(path):
             },
         )
         log.write("sample", 3, {"prompt": "The ", "text": "<script>alert(1)</script>"})
+        (path / "pictures").mkdir()
+        (path / "pictures" / "a.png").write_bytes(b"\x89PNG")
+        seen = {"picture": "pictures/a.png", "expected": "a <red> flower"}
+        log.write("sample", 3, {"prompt": "What is it?", "text": "a tree"} | seen)
         log.write("alarm", 2, {"name": "loss_spike", "where": "", "message": "loss 9 where 3"})
+
+
+VOID = ("meta", "rect", "line", "img")
 
 
 class Tags(HTMLParser):
@@ -63,7 +71,7 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.names.append(tag)
-        if tag not in ("meta", "rect", "line"):
+        if tag not in VOID:
             self.open.append(tag)
         self.links += [value for name, value in attrs if name in ("src", "href")]
 
@@ -71,7 +79,7 @@ class Tags(HTMLParser):
         self.names.append(tag)
 
     def handle_endtag(self, tag):
-        if tag not in ("rect", "line"):
+        if tag not in VOID:
             assert self.open.pop() == tag
 
 
@@ -81,13 +89,15 @@ def test_the_page_shows_what_the_log_says_and_needs_nothing_else(tmp_path):
     page = (tmp_path / "run" / "report.html").read_text()
     tags = Tags()
     tags.feed(page)
-    assert tags.open == [] and tags.links == []
+    assert tags.open == []
+    assert tags.links == ["data:image/png;base64,iVBORw=="]
     assert "script" not in tags.names
     assert not re.search(r"https?://", page)
     for text in ("2.2500 bits per byte", "3.5000 bits per byte", "loss_spike", "1 min 01 s"):
         assert text in page
     assert "&lt;script&gt;" in page and "&lt;b&gt;raw" in page
     assert "layers.1 [0]: 0" in page and "12.500%" in page and "1,234 tokens/s" in page
+    assert "a &lt;red&gt; flower" in page and "back to step 0" in page
 
 
 def test_a_run_that_only_began_has_a_page_too(tmp_path):

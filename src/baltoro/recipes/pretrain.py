@@ -17,12 +17,14 @@ from baltoro.model.presets import preset
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.schedule import ScheduleConfig
 from baltoro.recipes import ladder
-from baltoro.serve.generate import checked_device, generate_tokens
+from baltoro.serve.generate import checked_device, generate_tokens, image_features
 from baltoro.serve.sampler import Sampling
+from baltoro.text.markers import CLOSE
+from baltoro.text.processor import Prompt
 from baltoro.train.config import DataConfig, PretrainConfig, RunConfig, StepConfig
 from baltoro.train.forecast import memory_forecast
-from baltoro.train.loop import Sample
 from baltoro.train.pretrain import pretrain
+from baltoro.train.samples import PicturePrompt, Sample
 
 Schedule = Literal["cosine", "wsd"]
 # bf16 on an NVIDIA GPU
@@ -112,7 +114,9 @@ def train(
         out=out,
         device=where,
         resume=resume,
-        sampler=lambda model: draw_samples(model, PROMPTS, config.run.num_sample_tokens),
+        sampler=lambda model, pictures: draw_samples(
+            model, PROMPTS, pictures, config.run.num_sample_tokens
+        ),
         console=console,
     )
 
@@ -174,23 +178,33 @@ def _smaller_size(config: PretrainConfig, device: torch.device, size: str) -> st
     return "no smaller size fits either"
 
 
-def draw_samples(model: Model, prompts: Sequence[str], max_new_tokens: int) -> list[Sample]:
-    """How `model` continues each prompt, drawn with the same seed every time."""
+def draw_samples(
+    model: Model,
+    prompts: Sequence[str],
+    pictures: Sequence[PicturePrompt],
+    max_new_tokens: int,
+) -> list[Sample]:
+    """How `model` continues each prompt and each picture, drawn with the same seed every time."""
     tokenizer = model.tokenizer
+    asked = [(Prompt(tokenizer.encode(prompt)), Sample(prompt, "")) for prompt in prompts]
+    asked += [
+        (each.prompt, Sample(each.question, "", each.picture, each.expected)) for each in pictures
+    ]
     was_training = model.training
     model.eval()
     samples = []
-    for prompt in prompts:
+    for prompt, sample in asked:
         generator = torch.Generator(model.lm_head.weight.device).manual_seed(0)
         tokens = generate_tokens(
             model,
-            tokenizer.encode(prompt),
+            prompt.ids,
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature=0.8),
-            stop_ids=tokenizer.stop_ids,
+            stop_ids={*tokenizer.stop_ids, tokenizer.special_ids[CLOSE]},
             generator=generator,
+            image_features=image_features(model, prompt),
         )
         text = tokenizer.decode([token.id for token in tokens], skip_special=True)
-        samples.append(Sample(prompt, text))
+        samples.append(sample._replace(text=text))
     model.train(was_training)
     return samples

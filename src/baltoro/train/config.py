@@ -64,6 +64,7 @@ class RunConfig:
     max_rewinds: int = 3  # to one checkpoint, before the run stops
     num_eval_batches: int = 16  # held-out microbatches per evaluation
     num_sample_tokens: int = 64
+    num_pictures: int = 4  # held-out ones that samples tell about, at most
 
     def __post_init__(self) -> None:
         kinds = get_args(OnSpike)

@@ -2,6 +2,7 @@
 
     RUN/config.json                   the configuration it was started with
     RUN/metrics.jsonl                 everything it measured
+    RUN/pictures/                     what samples were asked about, each once
     RUN/checkpoints/step-00000100/    state.safetensors, state.json: all that resumes
     RUN/checkpoints/step-00000100/model/   the weights in the official layout
     RUN/latest, RUN/best              links to the `model` of two of them
@@ -11,6 +12,7 @@ kill left half written is removed by the next run, which alone holds the folder'
 """
 
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from pathlib import Path
 LOCK_FILE = "lock"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
+PICTURES = "pictures"
 MODEL = "model"  # inside a checkpoint, the official layout
 _PREFIX = "step-"
 
@@ -51,6 +54,17 @@ class RunFolder:
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(target.relative_to(self.path))
         fresh.replace(self.path / name)
+
+    def keep_picture(self, picture: bytes) -> str:
+        """Write a PNG file into the folder unless it is there; its path in the folder."""
+        name = f"{PICTURES}/{hashlib.sha256(picture).hexdigest()[:16]}.png"
+        path = self.path / name
+        if not path.is_file():
+            path.parent.mkdir(exist_ok=True)
+            fresh = path.with_suffix(".new")
+            fresh.write_bytes(picture)
+            fresh.replace(path)
+        return name
 
     def prune(self, *, keep_last: int, best: int | None) -> None:
         """Remove all checkpoints but the last `keep_last` and the `best`."""

@@ -29,7 +29,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from baltoro.data.pack import PackedBatch
 from baltoro.model.model import Model
@@ -42,17 +41,11 @@ from baltoro.train.folder import RunFolder
 from baltoro.train.learner import Learner, device_of
 from baltoro.train.matmul_share import time_products
 from baltoro.train.metrics import MetricsLog, ProgressLine, Value, duration
+from baltoro.train.samples import Sample
 from baltoro.train.state import load_state, save_state
 from baltoro.train.step import StepResult, train_step
 
 _FIRST_PROFILE = 5  # the step whose share of products is measured first: caches are warm by then
-
-
-class Sample(NamedTuple):
-    """A prompt and how the model went on."""
-
-    prompt: str
-    text: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -282,7 +275,12 @@ def _look_up(training: Training) -> None:
     )
     training.log.write("probe", step, training.probe(learner.model))
     for sample in training.sample(learner.model):
-        training.log.write("sample", step, {"prompt": sample.prompt, "text": sample.text})
+        line: dict[str, Value] = {"prompt": sample.prompt, "text": sample.text}
+        if sample.picture is not None:
+            line["picture"] = training.folder.keep_picture(sample.picture)
+        if sample.expected is not None:
+            line["expected"] = sample.expected
+        training.log.write("sample", step, line)
 
 
 def _log_alarm(training: Training, name: str, where: str, step: int, message: str) -> None:

@@ -7,7 +7,8 @@ Every line of `metrics.jsonl` is an object with `kind` and `step`:
     eval      held-out bits per byte, by domain
     baseline  the bigram's, fitted on the same tokens
     probe     decay half-lives, residual weights, output sizes (`train.probe`)
-    sample    a prompt and how the model went on
+    sample    a prompt and how the model went on; of a picture, its file in the folder, and how its
+              document goes on
     alarm     its name, where, and what happened
     rewind    back to this step from step `from`, and why; what lies between happens anew
     resume    this process continues from the checkpoint of this step

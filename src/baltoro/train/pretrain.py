@@ -31,14 +31,15 @@ from baltoro.train.evaluate import HeldOutScore, evaluate
 from baltoro.train.folder import RunFolder, open_run
 from baltoro.train.forecast import flops_per_token, matmul_rate
 from baltoro.train.learner import Learner, assignment_of, build_learner, device_of
-from baltoro.train.loop import Sample, Training, run_loop
+from baltoro.train.loop import Training, run_loop
 from baltoro.train.metrics import MetricsLog, ProgressLine, duration, read_metrics
 from baltoro.train.probe import probe_model
+from baltoro.train.samples import PicturePrompt, Sample, picture_prompts
 from baltoro.train.state import load_state
 from baltoro.train.step import run_model, token_losses
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Sampler = Callable[[Model], Sequence[Sample]]
+Sampler = Callable[[Model, Sequence[PicturePrompt]], Sequence[Sample]]
 
 
 def pretrain(
@@ -54,7 +55,8 @@ def pretrain(
     """Run `config` on the data folder `data`, keeping everything in the folder `out`.
 
     Continues from the last checkpoint in `out` if there is one and `resume` is on. `sampler` writes
-    samples at evaluations. Returns False if a signal ended the run before its schedule did.
+    samples at evaluations, of held-out pictures too if the model sees. Returns False if a signal
+    ended the run before its schedule did.
 
     Raises `ValueError` for data that does not fit the model, a run of another configuration in
     `out`, a folder in use, and a run that diverged.
@@ -64,6 +66,7 @@ def pretrain(
     images = image_processor(config.model)
     source = Loader(train_set, loader_config(config, train_set), images)
     batches = held_out_batches(config, held_out, images)
+    pictures = _pictures(config, held_out, images)
     bytes_per_token = torch.from_numpy(held_out.bytes_per_token())
     with open_run(out) as folder:
         digest = _claim(folder, config, resume=resume)
@@ -101,7 +104,7 @@ def pretrain(
                 progress=progress,
                 watch=watch,
                 evaluate=score,
-                sample=sampler,
+                sample=lambda model: sampler(model, pictures),
                 probe=lambda model: probe_model(model, batches[0]),
                 flops_per_token=flops_per_token(config),
                 peak_flops=matmul_rate(device, DTYPES[config.dtype]),
@@ -182,6 +185,16 @@ def held_out_batches(
     stage = StageConfig(first_step=0, seq_len=seq_len, mixture=settings.stages[0].mixture)
     loader = Loader(dataset, LoaderConfig(seed=0, tokens_per_step=size, stages=(stage,)), images)
     return [loader.batch(step) for step in range(num_batches)]
+
+
+def _pictures(
+    config: PretrainConfig, dataset: Dataset, images: ImageProcessor
+) -> list[PicturePrompt]:
+    """Held-out pictures to ask about; none for a model without sight."""
+    if config.model.vision is None:
+        return []
+    longest = config.model.max_seq_len - config.run.num_sample_tokens
+    return picture_prompts(dataset, images, count=config.run.num_pictures, max_tokens=longest)
 
 
 def _build_model(

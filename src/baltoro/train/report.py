@@ -1,5 +1,6 @@
 """`baltoro report`: what a run did, as one HTML page that needs nothing beside it."""
 
+import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baltoro.data.manifest import CARD
-from baltoro.train.folder import CONFIG_FILE, METRICS_FILE
+from baltoro.train.folder import CONFIG_FILE, METRICS_FILE, PICTURES
 from baltoro.train.metrics import duration, read_metrics
 from baltoro.train.svg import Points, heat_map, line_chart
 
@@ -20,6 +21,9 @@ h2 { margin-top: 2em; border-bottom: 1px solid #e5e7eb; }
 table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; }
 pre { background: #f3f4f6; padding: .8em; white-space: pre-wrap; overflow-wrap: anywhere; }
 .label { font-weight: 600; margin: 1.2em 0 .2em; }
+.pictured { display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start; }
+.pictured > div { flex: 1 1 18em; min-width: 0; } .pictured pre { margin-top: 0; }
+img { width: 12em; max-width: 100%; height: auto; background: #fff; border: 1px solid #e5e7eb; }
 .alarm { color: #b91c1c; } .none, .legend { color: #4b5563; font-size: 13px; }
 """
 
@@ -32,6 +36,7 @@ class RunRecord:
     kinds: dict[str, list[dict[str, Any]]]
     config: dict[str, Any]
     card: str  # "" if the folder has none
+    pictures: dict[str, bytes]  # PNG files by their path in the folder
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """Lines of one kind, in order."""
@@ -75,6 +80,10 @@ def read_run(run: Path) -> RunRecord:
         kinds=kinds,
         config=json.loads((run / CONFIG_FILE).read_text()),
         card=card.read_text() if card.is_file() else "",
+        pictures={
+            str(path.relative_to(run)): path.read_bytes()
+            for path in sorted((run / PICTURES).glob("*.png"))
+        },
     )
 
 
@@ -252,8 +261,21 @@ def _samples(run: RunRecord) -> str:
         return _none("no samples")
     last = samples[-1]["step"]
     shown = [sample for sample in samples if sample["step"] == last]
-    return f"<p>After step {last:,}.</p>" + "".join(
-        f"<pre><b>{escape(sample['prompt'])}</b>{escape(sample['text'])}</pre>" for sample in shown
+    return f"<p>After step {last:,}; in bold what it was given.</p>" + "".join(
+        _sample(sample, run.pictures.get(sample.get("picture", ""))) for sample in shown
+    )
+
+
+def _sample(sample: dict[str, Any], picture: bytes | None) -> str:
+    """A prompt with its continuation; with its picture beside it, and what was expected."""
+    words = f"<pre><b>{escape(sample['prompt'])}</b>{escape(sample['text'])}</pre>"
+    if picture is None:
+        return words
+    encoded = base64.b64encode(picture).decode()
+    expected = escape(sample.get("expected", ""))
+    return (
+        f'<div class="pictured"><img alt="held-out picture" src="data:image/png;base64,{encoded}">'
+        f'<div>{words}<p class="none">The document says: {expected}</p></div></div>'
     )
 
 
