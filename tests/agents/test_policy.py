@@ -128,6 +128,12 @@ def test_an_answer_that_is_no_completion_is_a_policy_failure(body):
         ask(lambda request: httpx.Response(200, json=body), Prompt(messages=(USER,)))
 
 
+def test_half_a_surrogate_pair_becomes_text():
+    body = b'{"choices": [{"message": {"content": "a\\ud800b"}}]}'
+    reply = ask(lambda request: httpx.Response(200, content=body), Prompt(messages=(USER,)))
+    assert reply.message["content"] == "a?b"
+
+
 def test_a_key_is_not_shown():
     config = EndpointConfig(base_url="http://x", model="m", api_key="secret")
     assert "secret" not in repr(config)

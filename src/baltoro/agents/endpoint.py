@@ -136,13 +136,14 @@ class EndpointPolicy:
                 "type": "function",
                 "function": {
                     "name": call["function"]["name"],
-                    "arguments": call["function"]["arguments"],
+                    "arguments": _text(call["function"]["arguments"]),
                 },
             }
             for index, call in enumerate(given.get("tool_calls") or [])
         ]
         reasoning = given.get("reasoning_content") or given.get("reasoning")
-        message = assistant_message(given.get("content"), reasoning, calls)
+        content = given.get("content")
+        message = assistant_message(_text(content or ""), _text(reasoning or ""), calls)
         usage = answer.get("usage") or {}
         reason = FINISH_REASONS.get(choice.get("finish_reason") or "stop", "stop")
         return PolicyReply(
@@ -152,6 +153,11 @@ class EndpointPolicy:
             num_output_tokens=usage.get("completion_tokens") or estimated_tokens([message]),
             policy_version=self._config.policy_version,
         )
+
+
+def _text(value: str) -> str:
+    """JSON may spell half a surrogate pair, which no text can hold: it becomes a question mark."""
+    return value.encode("utf-8", "replace").decode()
 
 
 def _retry_after(response: httpx.Response) -> float:

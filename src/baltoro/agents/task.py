@@ -105,6 +105,9 @@ class Task:
     files: tuple[TaskFile, ...] = ()
     solution: tuple[TaskFile, ...] = ()  # one that passes, if known; the agent never sees it
     scoring: Scoring = "all"  # every hidden check, or their weighted mean
+    # a fork has all that the agent left; a fresh sandbox only its working folder, and programs that
+    # the agent cannot have replaced
+    judged_in: Literal["fork", "fresh"] = "fork"
     submissions: SubmissionBudget | None = None  # None: the agent cannot submit
     limits: Limits = field(default_factory=Limits)
     net: Net = field(default_factory=Net)
@@ -123,6 +126,8 @@ class Task:
             raise ValueError(f"task {self.id!r}: checks={names!r}: names must differ")
         if not self.hidden_checks:
             raise ValueError(f"task {self.id!r}: checks={names!r}: at least one must be hidden")
+        if not self.needs_isolation and any(check.result_path for check in self.checks):
+            raise ValueError(f"task {self.id!r}: a check has a result_path: set needs_isolation")
         if self.submissions is not None and not self.public_checks:
             raise ValueError(f"task {self.id!r}: submissions need a public check; there is none")
 
