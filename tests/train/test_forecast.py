@@ -23,18 +23,20 @@ from baltoro.train.learner import build_learner
 from baltoro.train.step import train_step
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_is_counted_to_the_byte(dtype):
+def test_state_is_counted_to_the_byte(dtype, num_microbatches):
     config = tiny_k3()
     learner = build_learner(Model(config).cast(getattr(torch, dtype)), OptimConfig(), StepConfig())
-    train_step(learner, [tiny_batch()], lr=1e-3)
+    train_step(learner, [tiny_batch()] * num_microbatches, lr=1e-3)
     held = {}
     for name, parameter in learner.model.named_parameters():
         held[f"weight.{name}"], held[f"grad.{name}"] = parameter, parameter.grad
     for name, tensor in learner.optimizer.state_dict().items():
         if not name.startswith("num_steps"):
             held[name] = tensor
-    assert state_bytes(config, dtype) == sum(tensor.nbytes for tensor in held.values())
+    found = state_bytes(config, dtype, num_microbatches=num_microbatches)
+    assert found == sum(tensor.nbytes for tensor in held.values())
 
 
 def test_activations_of_layers_add_up_to_those_of_the_model():

@@ -14,12 +14,13 @@ from baltoro.optim.optimizer import Optimizer
 from baltoro.optim.router_health import RouterWarning
 from baltoro.train.config import StepConfig
 from baltoro.train.learner import build_learner
-from baltoro.train.step import shift_left, train_step
+from baltoro.train.step import shift_left, token_losses, train_step
 
 
-def learner_of(*, config=None, **step):
+def learner_of(*, config=None, dtype=torch.float32, **step):
     torch.manual_seed(0)
-    return build_learner(Model(config or tiny_k3()), OptimConfig(), StepConfig(**step))
+    model = Model(config or tiny_k3()).cast(dtype)
+    return build_learner(model, OptimConfig(), StepConfig(**step))
 
 
 def weights_of(learner):
@@ -53,6 +54,56 @@ def test_micro_batches_give_the_gradient_of_their_tokens_together():
         expected.numbers["train/grad_norm"], rel=1e-4
     )
     assert found.numbers["train/tokens"] == 26.0
+
+
+def gradients_after(learner, batches, monkeypatch):
+    """Gradients of a step as the optimiser sees them."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Optimizer, "step", lambda self, lr: None)
+        train_step(learner, batches, lr=1e-3)
+    return {name: tensor.grad for name, tensor in learner.optimizer.parameters.items()}
+
+
+def one_by_one(learner, batches):
+    """The gradient of each batch alone, by hand, in the weights' dtype."""
+    found = []
+    for batch in batches:
+        learner.optimizer.zero_grad()
+        for parameter in learner.optimizer.parameters.values():
+            parameter.grad_dtype = parameter.dtype
+        output = learner.model(batch.tokens, batch.cu_seqlens)
+        losses_T = token_losses(learner.model, output, batch.targets)
+        (losses_T.sum() / sum(len(each.tokens) for each in batches)).backward()
+        gradients = {name: p.grad for name, p in learner.optimizer.parameters.items()}
+        found.append({name: grad for name, grad in gradients.items() if grad is not None})
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_eight_micro_batches_add_up_in_fp32(dtype, monkeypatch):
+    learner = learner_of(dtype=dtype, grad_clip=math.inf)
+    batches = [tiny_batch(seed) for seed in range(8)]
+    parts = one_by_one(learner, batches)
+    found = gradients_after(learner, batches, monkeypatch)
+    changed = 0
+    for name, parameter in learner.optimizer.parameters.items():
+        expected = parts[0][name].float()
+        narrow = parts[0][name].clone()
+        for part in parts[1:]:
+            expected += part[name].float()
+            narrow += part[name]
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], expected), name
+        changed += not torch.equal(narrow.float(), expected)
+        assert parameter.dtype != torch.bfloat16 or parts[0][name].dtype == torch.bfloat16
+    assert (changed > 0) == (dtype == torch.bfloat16)
+
+
+def test_one_micro_batch_has_a_gradient_of_its_weight_s_dtype(monkeypatch):
+    learner = learner_of(dtype=torch.bfloat16)
+    train_step(learner, [tiny_batch(), tiny_batch(1)], lr=1e-3)
+    found = gradients_after(learner, [tiny_batch()], monkeypatch)
+    for name, parameter in learner.optimizer.parameters.items():
+        assert found[name].dtype == parameter.dtype, name
 
 
 def test_positions_without_weight_may_hold_any_target():

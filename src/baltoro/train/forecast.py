@@ -52,14 +52,19 @@ def memory_forecast(config: PretrainConfig, device: torch.device) -> MemoryForec
     # saved tensors of a bf16 run are about half: what stays fp32 in it is small
     scale = 0.5 if config.dtype == "bfloat16" else 1.0
     return MemoryForecast(
-        state=state_bytes(config.model, config.dtype),
+        state=state_bytes(
+            config.model, config.dtype, num_microbatches=config.data.num_microbatches
+        ),
         activations=round(scale * per_position * positions),
         available=available_bytes(device),
     )
 
 
-def state_bytes(config: ModelConfig, dtype: str) -> int:
-    """Bytes of weights, gradients, fp32 masters and optimiser state."""
+def state_bytes(config: ModelConfig, dtype: str, *, num_microbatches: int = 1) -> int:
+    """Bytes of weights, gradients, fp32 masters and optimiser state.
+
+    Gradients of several microbatches are fp32 (`train.step`).
+    """
     model = meta_model(config)
     if dtype == "bfloat16":
         model.cast(torch.bfloat16)
@@ -68,7 +73,8 @@ def state_bytes(config: ModelConfig, dtype: str) -> int:
     for name, parameter in model.named_parameters():
         master = 0 if parameter.dtype == torch.float32 else 4
         moments = 4 if groups[name] == "muon" else 8
-        total += parameter.numel() * (2 * parameter.element_size() + master + moments)
+        grad = 4 if num_microbatches > 1 else parameter.element_size()
+        total += parameter.numel() * (parameter.element_size() + grad + master + moments)
     return total
 
 

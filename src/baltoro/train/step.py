@@ -7,12 +7,15 @@ layer i predicts from position t the target of position t + 1 + i. The last term
 of every router averaged over micro-batches by their tokens, is there only with `balancing="aux"`.
 After the update, in this order: QK-Clip on the masters, the routers' next bias.
 
+Gradients of several micro-batches add up in fp32, whatever the weights are: a sum in bf16 loses
+what is below a 256th of it. That of a single micro-batch has the dtype of its weight.
+
 A step whose loss or gradient is not finite, or whose loss is beyond the limit it was given, changes
 nothing: no weight, no momentum, no bias.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -73,6 +76,7 @@ def train_step(
     if not total_weight > 0.0:
         raise ValueError("weights: no position of this step's micro-batches carries weight")
     optimizer.zero_grad()
+    _set_grad_dtypes(optimizer.parameters.values(), num_batches=len(batches))
     device = device_of(model)
     sums = _Sums(
         weight=total_weight,
@@ -129,6 +133,13 @@ def train_step(
         max_logits={mixer: logits.tolist() for mixer, logits in max_logits.items()},
         router_alarms=alarms,
     )
+
+
+def _set_grad_dtypes(parameters: Iterable[Tensor], *, num_batches: int) -> None:
+    """In which dtype backward passes add up; there must be no gradient yet."""
+    for parameter in parameters:
+        wide = torch.promote_types(parameter.dtype, torch.float32)
+        parameter.grad_dtype = wide if num_batches > 1 else parameter.dtype
 
 
 def token_losses(model: Model, output: ModelOutput, targets: Tensor) -> Tensor:
