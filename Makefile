@@ -40,11 +40,21 @@ $(INTEROP_READY): pyproject.toml tests/interop/requirements.txt
 	@$(INTEROP)/bin/python $(PIP) "$(TORCH)" --editable . -r tests/interop/requirements.txt
 	@touch $@
 
-quickstart: $(READY) ## build the nano fixture, generate from it, say what comes next
-	$(BIN)/baltoro fixture runs/quickstart --preset nano
-	$(BIN)/baltoro generate runs/quickstart --prompt "The quick brown fox" --max-new-tokens 32
-	@echo "The weights are random, so the text is noise: this shows that the machinery runs."
-	@echo "Next: $(BIN)/baltoro inspect runs/quickstart, $(BIN)/baltoro chat runs/quickstart, docs/MAP.md"
+# A run that was stopped goes on where it was. TOKENS=614400 is the length of the size itself, in
+# another START.
+START := runs/quickstart
+TOKENS := 245760
+# held out: not among the pictures that it trains on
+PICTURE := src/baltoro/data/corpus/pictures/flower-red.png
+quickstart: $(READY) ## build data, train nano on it, look at it, generate from text and a picture
+	$(BIN)/baltoro data build tiny --out $(START)/data
+	$(BIN)/baltoro train nano --data $(START)/data --out $(START)/run --tokens $(TOKENS) --run.eval_every 40
+	$(BIN)/baltoro report $(START)/run
+	$(BIN)/baltoro generate $(START)/run/best --prompt "What is 16 x 4?" --max-new-tokens 60 --temperature 0.7 --seed 0
+	$(BIN)/baltoro generate $(START)/run/best --image $(PICTURE) --prompt "" --max-new-tokens 60 --temperature 0.7 --seed 0
+	$(BIN)/baltoro inspect $(START)/run/best
+	@echo "== $(START)/run/report.html shows the run; $(START)/run/best is a checkpoint in the official layout."
+	@echo "== Next: $(BIN)/baltoro chat $(START)/run/best, $(BIN)/baltoro serve $(START)/run/best, docs/MAP.md"
 
 lint: $(READY) ## format, lint, types, import directions
 	$(BIN)/ruff format --check .
