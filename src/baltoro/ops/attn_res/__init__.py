@@ -8,11 +8,22 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from baltoro.ops.attn_res import dense, reference
-from baltoro.ops.impl import choose
+from baltoro.ops.impl import ImplError, choose
 
 __all__ = ["attn_res_mix"]
 
-_MIX = {"reference": reference.attn_res_mix, "torch": dense.attn_res_mix}
+
+def _triton(
+    sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float
+) -> Tensor:
+    try:
+        from .triton import attn_res_mix
+    except ModuleNotFoundError as error:
+        raise ImplError(f"attn_res: impl='triton' needs triton ({error})") from error
+    return attn_res_mix(sources, norm_weight, proj_weight, eps)
+
+
+_MIX = {"reference": reference.attn_res_mix, "torch": dense.attn_res_mix, "triton": _triton}
 
 
 def attn_res_mix(

@@ -5,13 +5,38 @@ y = x / sqrt(mean(x^2) + eps), then the weight (k3-facts 3.1); gated: times sigm
 
 from torch import Tensor
 
-from baltoro.ops.impl import choose
+from baltoro.ops.impl import ImplError, choose
 from baltoro.ops.rms_norm import dense, reference
 
 __all__ = ["gated_rms_norm", "rms_norm"]
 
-_RMS_NORM = {"reference": reference.rms_norm, "torch": dense.rms_norm}
-_GATED_RMS_NORM = {"reference": reference.gated_rms_norm, "torch": dense.gated_rms_norm}
+
+def _triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    try:
+        from .triton import rms_norm
+    except ModuleNotFoundError as error:
+        raise ImplError(f"rms_norm: impl='triton' needs triton ({error})") from error
+    return rms_norm(x, weight, eps)
+
+
+def _triton_gated_rms_norm(x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -> Tensor:
+    try:
+        from .triton import gated_rms_norm
+    except ModuleNotFoundError as error:
+        raise ImplError(f"gated_rms_norm: impl='triton' needs triton ({error})") from error
+    return gated_rms_norm(x, weight, gate_logits, eps)
+
+
+_RMS_NORM = {
+    "reference": reference.rms_norm,
+    "torch": dense.rms_norm,
+    "triton": _triton_rms_norm,
+}
+_GATED_RMS_NORM = {
+    "reference": reference.gated_rms_norm,
+    "torch": dense.gated_rms_norm,
+    "triton": _triton_gated_rms_norm,
+}
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, impl: str) -> Tensor:

@@ -5,12 +5,21 @@ SiTU-GLU: beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_be
 
 from torch import Tensor
 
-from baltoro.ops.impl import choose
+from baltoro.ops.impl import ImplError, choose
 from baltoro.ops.situ import dense, reference
 
 __all__ = ["situ_glu", "swiglu"]
 
-_SITU_GLU = {"reference": reference.situ_glu, "torch": dense.situ_glu}
+
+def _triton(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
+    try:
+        from .triton import situ_glu
+    except ModuleNotFoundError as error:
+        raise ImplError(f"situ_glu: impl='triton' needs triton ({error})") from error
+    return situ_glu(gate, up, beta, linear_beta)
+
+
+_SITU_GLU = {"reference": reference.situ_glu, "torch": dense.situ_glu, "triton": _triton}
 _SWIGLU = {"reference": reference.swiglu, "torch": dense.swiglu}
 
 

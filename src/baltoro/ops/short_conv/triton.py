@@ -1,0 +1,417 @@
+"""The short convolution on an NVIDIA GPU: a program walks down a strip of tokens.
+
+It holds the last three inputs of some channels, and in the backward pass the unfinished gradients
+of the last three inputs, so that every row is read once and written once. Where a sequence begins,
+both are exchanged for its state. With z the sum before SiLU and dz = dy silu'(z):
+
+    dx_t = sum_j w_j dz_(t + j)    dw_j = sum_t dz_t x_(t - j)        j tokens back, in the sequence
+
+Each strip has its part of dw; torch sums them in a fixed order. Kernels of fewer than four taps
+have zeros in front.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..impl import ImplError
+from ..triton import refuse_unserved, rows_of
+
+MAX_WIDTH = 4
+CHANNELS = 128  # of a program of one warp
+ROWS = 8  # on their way at once
+MAX_STRIP = 256
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
+def table_kernel(
+    cu_seqlens, positions, sequences, num_tokens, num_sequences,
+    BT: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """Of each token its place in its sequence and which that is, by bisection."""
+    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    n = tl.zeros([BT], tl.int32)
+    for level in tl.static_range(LEVELS):
+        later = n + (1 << (LEVELS - 1 - level))
+        is_one = later <= num_sequences
+        start = tl.load(cu_seqlens + later, mask=is_one, other=0)
+        n = tl.where(is_one & (start <= t), later, n)
+    is_token = t < num_tokens
+    tl.store(positions + t, t - tl.load(cu_seqlens + n), mask=is_token)
+    tl.store(sequences + t, n, mask=is_token)
+
+
+@triton.jit
+def place_of(num_channels, BC: tl.constexpr):
+    """This program's strip or sequence, its channels and their mask; channels vary fastest."""
+    num_blocks = tl.cdiv(num_channels, BC)
+    channels = tl.program_id(0) % num_blocks * BC + tl.arange(0, BC)
+    return tl.program_id(0) // num_blocks, channels, channels < num_channels
+
+
+@triton.jit
+def load_tap(weight, channels, is_channel, W: tl.constexpr, J: tl.constexpr):
+    """The tap `J` tokens back."""
+    is_tap = is_channel & (J < W)
+    return tl.load(weight + channels * W + (W - 1 - J), mask=is_tap, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_state(
+    state, sequence, slot, channels, is_read, num_channels, W: tl.constexpr, HAS_STATE: tl.constexpr
+):  # fmt: skip
+    """Slot of a state `[N, C, W - 1]`; 0 where it has none or is not to be read."""
+    value = tl.zeros(channels.shape, tl.float32)
+    if HAS_STATE:
+        place = state + (sequence.to(tl.int64) * num_channels + channels) * (W - 1) + slot
+        is_slot = (slot >= 0) & (slot < W - 1)
+        value = tl.load(place, mask=is_read & is_slot, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def load_before(
+    x, state, t, back, position, sequence, channels, is_channel, x_stride, num_channels,
+    W: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """The input `back` tokens before token t, from the pack or from the state."""
+    is_inside = is_channel & (position >= back)
+    value = tl.load(x + (t - back) * x_stride + channels, mask=is_inside, other=0.0).to(tl.float32)
+    is_outside = is_channel & (position < back)
+    slot = W - 1 + position - back
+    return value + load_state(
+        state, sequence, slot, channels, is_outside, num_channels, W, HAS_STATE
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def forward_kernel(
+    x, weight, state, positions, sequences, y, num_tokens, strip, x_stride, num_channels,
+    W: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    s, channels, is_channel = place_of(num_channels, BC)
+    w_0 = load_tap(weight, channels, is_channel, W, 0)
+    w_1 = load_tap(weight, channels, is_channel, W, 1)
+    w_2 = load_tap(weight, channels, is_channel, W, 2)
+    w_3 = load_tap(weight, channels, is_channel, W, 3)
+    first = s.to(tl.int64) * strip
+    length = tl.minimum(strip, num_tokens - first)
+    place = tl.load(positions + first)
+    n = tl.load(sequences + first)
+    x_1 = load_before(
+        x, state, first, 1, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    )
+    x_2 = load_before(
+        x, state, first, 2, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    )
+    x_3 = load_before(
+        x, state, first, 3, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    )
+    for i in range(0, length, ROWS):
+        rows: tl.tuple = ()
+        places: tl.tuple = ()
+        for r in tl.static_range(ROWS):
+            t = first + i + r
+            is_row = is_channel & (i + r < length)
+            rows += (tl.load(x + t * x_stride + channels, mask=is_row, other=0.0),)
+            places += (tl.load(positions + t, mask=i + r < length, other=1),)
+        for r in tl.static_range(ROWS):
+            t = first + i + r
+            is_row = is_channel & (i + r < length)
+            begins = places[r] == 0
+            if HAS_STATE:
+                n = tl.load(sequences + t, mask=i + r < length, other=0)
+            is_read = is_row & begins
+            before = load_state(state, n, W - 2, channels, is_read, num_channels, W, HAS_STATE)
+            x_1 = tl.where(begins, before, x_1)
+            before = load_state(state, n, W - 3, channels, is_read, num_channels, W, HAS_STATE)
+            x_2 = tl.where(begins, before, x_2)
+            before = load_state(state, n, W - 4, channels, is_read, num_channels, W, HAS_STATE)
+            x_3 = tl.where(begins, before, x_3)
+            x_0 = rows[r].to(tl.float32)
+            z = w_0 * x_0 + w_1 * x_1 + w_2 * x_2 + w_3 * x_3
+            out = z * tl.sigmoid(z)
+            tl.store(y + t * num_channels + channels, out.to(y.dtype.element_ty), mask=is_row)
+            x_3 = x_2
+            x_2 = x_1
+            x_1 = x_0
+
+
+@triton.jit
+def silu_slope(z):
+    sigmoid = tl.sigmoid(z)
+    return sigmoid * (1.0 + z * (1.0 - sigmoid))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def backward_kernel(
+    x, weight, state, positions, sequences, cu_seqlens, d_y, d_final, d_x, d_weight_parts,
+    num_tokens, strip, x_stride, d_y_stride, num_channels,
+    W: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, HAS_STATE: tl.constexpr,
+    HAS_D_FINAL: tl.constexpr,
+):  # fmt: skip
+    """A strip, and the three tokens after it that its last inputs are still in the windows of."""
+    s, channels, is_channel = place_of(num_channels, BC)
+    w_0 = load_tap(weight, channels, is_channel, W, 0)
+    w_1 = load_tap(weight, channels, is_channel, W, 1)
+    w_2 = load_tap(weight, channels, is_channel, W, 2)
+    w_3 = load_tap(weight, channels, is_channel, W, 3)
+    first = s.to(tl.int64) * strip
+    length = tl.minimum(strip, num_tokens - first)
+    place = tl.load(positions + first)
+    n = tl.load(sequences + first)
+    x_1 = load_before(
+        x, state, first, 1, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    )
+    x_2 = load_before(
+        x, state, first, 2, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    )
+    x_3 = load_before(
+        x, state, first, 3, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    )
+    zero = tl.zeros([BC], tl.float32)
+    d_1, d_2, d_3 = zero, zero, zero
+    dw_0, dw_1, dw_2, dw_3 = zero, zero, zero, zero
+    for i in range(0, length + 3, ROWS):
+        rows: tl.tuple = ()
+        d_rows: tl.tuple = ()
+        places: tl.tuple = ()
+        for r in tl.static_range(ROWS):
+            t = first + i + r
+            is_token = (t < num_tokens) & (i + r < length + 3)
+            is_row = is_channel & is_token
+            rows += (tl.load(x + t * x_stride + channels, mask=is_row, other=0.0),)
+            d_rows += (tl.load(d_y + t * d_y_stride + channels, mask=is_row, other=0.0),)
+            places += (tl.load(positions + t, mask=is_token, other=0),)
+        for r in tl.static_range(ROWS):
+            t = first + i + r
+            is_token = (t < num_tokens) & (i + r < length + 3)
+            place = places[r]
+            begins = place == 0
+            if HAS_STATE or HAS_D_FINAL:
+                n = tl.load(sequences + t, mask=is_token, other=0)
+            is_read = is_channel & begins & is_token
+            before = load_state(state, n, W - 2, channels, is_read, num_channels, W, HAS_STATE)
+            x_1 = tl.where(begins, before, x_1)
+            before = load_state(state, n, W - 3, channels, is_read, num_channels, W, HAS_STATE)
+            x_2 = tl.where(begins, before, x_2)
+            before = load_state(state, n, W - 4, channels, is_read, num_channels, W, HAS_STATE)
+            x_3 = tl.where(begins, before, x_3)
+            x_0 = rows[r].to(tl.float32)
+            z = w_0 * x_0 + w_1 * x_1 + w_2 * x_2 + w_3 * x_3
+            d_z = d_rows[r].to(tl.float32) * silu_slope(z)
+            d_3 += tl.where(place >= 3, w_3 * d_z, 0.0)
+            d_2 += tl.where(place >= 2, w_2 * d_z, 0.0)
+            d_1 += tl.where(place >= 1, w_1 * d_z, 0.0)
+            d_0 = w_0 * d_z
+            if HAS_D_FINAL:
+                left = tl.load(cu_seqlens + n + 1, mask=is_token, other=0) - 1 - t
+                is_kept = is_channel & is_token
+                d_0 += load_state(
+                    d_final, n, W - 2 - left, channels, is_kept, num_channels, W, True
+                )
+            d_own = tl.where(i + r < length, d_z, 0.0)
+            dw_0 += d_own * x_0
+            dw_1 += d_own * x_1
+            dw_2 += d_own * x_2
+            dw_3 += d_own * x_3
+            is_done = is_channel & (i + r >= 3) & (i + r < length + 3)
+            tl.store(
+                d_x + (t - 3) * num_channels + channels, d_3.to(d_x.dtype.element_ty), mask=is_done
+            )
+            d_3 = d_2
+            d_2 = d_1
+            d_1 = d_0
+            x_3 = x_2
+            x_2 = x_1
+            x_1 = x_0
+    parts = d_weight_parts + s.to(tl.int64) * W * num_channels + channels
+    tl.store(parts + (W - 1) * num_channels, dw_0, mask=is_channel)
+    tl.store(parts + (W - 2) * num_channels, dw_1, mask=is_channel)
+    tl.store(parts + (W - 3) * num_channels, dw_2, mask=is_channel & (W > 2))
+    tl.store(parts + (W - 4) * num_channels, dw_3, mask=is_channel & (W > 3))
+
+
+@triton.jit
+def final_state_kernel(
+    x, state, cu_seqlens, final_state, x_stride, num_channels,
+    W: tl.constexpr, BC: tl.constexpr, HAS_STATE: tl.constexpr,
+):  # fmt: skip
+    """The last inputs of one sequence."""
+    n, channels, is_channel = place_of(num_channels, BC)
+    end = tl.load(cu_seqlens + n + 1).to(tl.int64)
+    length = end - tl.load(cu_seqlens + n)
+    place = (n.to(tl.int64) * num_channels + channels) * (W - 1)
+    for slot in tl.static_range(W - 1):
+        back = W - 1 - slot
+        value = load_before(
+            x, state, end, back, length, n, channels, is_channel, x_stride, num_channels, W,
+            HAS_STATE,
+        )  # fmt: skip
+        tl.store(final_state + place + slot, value.to(x.dtype.element_ty), mask=is_channel)
+
+
+@triton.jit
+def state_gradient_kernel(
+    x, weight, state, cu_seqlens, d_y, d_final, d_state, x_stride, d_y_stride, num_channels,
+    W: tl.constexpr, BC: tl.constexpr, HAS_D_FINAL: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the state that one sequence began with: through its first W - 1 tokens."""
+    n, channels, is_channel = place_of(num_channels, BC)
+    start = tl.load(cu_seqlens + n).to(tl.int64)
+    length = tl.load(cu_seqlens + n + 1) - start
+    place = (n.to(tl.int64) * num_channels + channels) * (W - 1)
+    slopes: tl.tuple = ()
+    for p in tl.static_range(W - 1):
+        is_token = is_channel & (p < length)
+        z = tl.zeros([BC], tl.float32)
+        for j in tl.static_range(W):
+            value = load_before(
+                x, state, start + p, j, p, n, channels, is_token, x_stride, num_channels, W, True
+            )
+            z += load_tap(weight, channels, is_channel, W, j) * value
+        row = tl.load(d_y + (start + p) * d_y_stride + channels, mask=is_token, other=0.0)
+        slopes += (row.to(tl.float32) * silu_slope(z),)
+    for slot in tl.static_range(W - 1):
+        total = tl.zeros([BC], tl.float32)
+        for p in tl.static_range(slot + 1):
+            total += load_tap(weight, channels, is_channel, W, W - 1 - slot + p) * slopes[p]
+        if HAS_D_FINAL:
+            total += load_state(
+                d_final, n, slot - length, channels, is_channel, num_channels, W, True
+            )
+        tl.store(d_state + place + slot, total.to(d_state.dtype.element_ty), mask=is_channel)
+
+
+def strip_of(num_tokens: int) -> int:
+    """Tokens of a strip: some hundred strips, of at least 16 tokens."""
+    return min(MAX_STRIP, max(16, num_tokens // 256 // 16 * 16))
+
+
+def _blocks(num_channels: int) -> tuple[int, int]:
+    """Channels of a program, and programs."""
+    BC = min(CHANNELS, triton.next_power_of_2(num_channels))
+    return BC, triton.cdiv(num_channels, BC)
+
+
+@torch.library.custom_op("baltoro::short_conv_forward", mutates_args=())
+def _forward(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, final_state, table = _outputs(x, weight, cu_seqlens)
+    (T, C), W, N = x.shape, weight.shape[1], cu_seqlens.shape[0] - 1
+    rows = rows_of(x)
+    BC, num_blocks = _blocks(C)
+    constants = {"W": W, "BC": BC, "HAS_STATE": initial_state is not None, "num_warps": 1}
+    if T > 0:
+        table_kernel[(triton.cdiv(T, 256),)](
+            cu_seqlens, table[0], table[1], T, N, BT=256, LEVELS=(N.bit_length() + 3) // 4 * 4,
+            num_warps=4,
+        )  # fmt: skip
+        strip = strip_of(T)
+        forward_kernel[(num_blocks * triton.cdiv(T, strip),)](
+            rows, weight, initial_state, table[0], table[1], y, T, strip, rows.stride(0), C,
+            ROWS=ROWS, **constants,
+        )  # fmt: skip
+    final_state_kernel[(num_blocks * N,)](
+        rows, initial_state, cu_seqlens, final_state, rows.stride(0), C, **constants
+    )
+    return y, final_state, table
+
+
+def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Unfilled y, final state, and place and sequence of each token `[2, T]`."""
+    (T, C), N = x.shape, cu_seqlens.shape[0] - 1
+    final_state = x.new_empty(N, C, weight.shape[1] - 1)
+    return x.new_empty(T, C), final_state, cu_seqlens.new_empty(2, T)
+
+
+@_forward.register_fake
+def _(x, weight, cu_seqlens, initial_state):
+    return _outputs(x, weight, cu_seqlens)
+
+
+@torch.library.custom_op("baltoro::short_conv_backward", mutates_args=())
+def _backward(
+    x: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor,
+    initial_state: Tensor | None,
+    table: Tensor,
+    d_y: Tensor,
+    d_final_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d_x, d_weight, d_state = _gradients(x, weight, initial_state)
+    (T, C), W, N = x.shape, weight.shape[1], cu_seqlens.shape[0] - 1
+    rows, d_rows = rows_of(x), rows_of(d_y)
+    BC, num_blocks = _blocks(C)
+    constants = {"W": W, "BC": BC, "HAS_D_FINAL": d_final_state is not None, "num_warps": 1}
+    strip = strip_of(T)
+    num_strips = triton.cdiv(T, strip)
+    parts = x.new_empty(num_strips, W, C, dtype=torch.float32)
+    if T > 0:
+        backward_kernel[(num_blocks * num_strips,)](
+            rows, weight, initial_state, table[0], table[1], cu_seqlens, d_rows, d_final_state,
+            d_x, parts, T, strip, rows.stride(0), d_rows.stride(0), C,
+            ROWS=ROWS, HAS_STATE=initial_state is not None, **constants,
+        )  # fmt: skip
+    if initial_state is not None:
+        state_gradient_kernel[(num_blocks * N,)](
+            rows, weight, initial_state, cu_seqlens, d_rows, d_final_state, d_state,
+            rows.stride(0), d_rows.stride(0), C, **constants,
+        )  # fmt: skip
+    return d_x, d_weight.copy_(parts.sum(0).mT), d_state
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unfilled gradients; the last is empty without a state."""
+    state_shape = (0,) if initial_state is None else initial_state.shape
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(state_shape)
+
+
+@_backward.register_fake
+def _(x, weight, cu_seqlens, initial_state, table, d_y, d_final_state):
+    return _gradients(x, weight, initial_state)
+
+
+class _ShortConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, cu_seqlens, initial_state):
+        y, final_state, table = _forward(x, weight, cu_seqlens, initial_state)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, cu_seqlens, initial_state, table)
+        return y, final_state
+
+    @staticmethod
+    def backward(ctx, d_y, d_final_state):
+        x, weight, cu_seqlens, initial_state, table = ctx.saved_tensors
+        if d_y is None:
+            d_y = torch.zeros_like(x)
+        if d_final_state is not None:
+            d_final_state = d_final_state.contiguous()
+        d_x, d_weight, d_state = _backward(
+            x, weight, cu_seqlens, initial_state, table, d_y, d_final_state
+        )
+        return d_x, d_weight, None, None if initial_state is None else d_state
+
+
+def short_conv(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`baltoro.ops.short_conv.short_conv`, whose checks have passed."""
+    states = () if initial_state is None else (initial_state,)
+    refuse_unserved("short_conv", x, weight, *states)
+    if weight.shape[1] > MAX_WIDTH:
+        raise ImplError(
+            f"short_conv: impl='triton' serves up to {MAX_WIDTH} taps, not W={weight.shape[1]}"
+        )
+    weight, cu_seqlens = weight.contiguous(), cu_seqlens.contiguous()
+    if initial_state is not None:
+        initial_state = initial_state.contiguous()
+    inputs = (x, weight, *states)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        return _ShortConv.apply(x, weight, cu_seqlens, initial_state)
+    return _forward(x, weight, cu_seqlens, initial_state)[:2]

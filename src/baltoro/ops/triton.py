@@ -1,0 +1,36 @@
+"""What the Triton kernels of several operators share: their refusals, and sums over rows."""
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+from .impl import ImplError
+
+
+def refuse_unserved(op: str, *tensors: Tensor) -> None:
+    """Raise `ImplError` unless all tensors are bf16 or fp32 and on one CUDA device.
+
+    In Triton's interpreter any device will do.
+    """
+    device = tensors[0].device
+    for x in tensors:
+        if x.dtype is not torch.bfloat16 and x.dtype is not torch.float32:
+            name = str(x.dtype).removeprefix("torch.")
+            raise ImplError(f"{op}: impl='triton' serves bfloat16 and float32, not {name}")
+        if x.device != device:
+            raise ImplError(f"{op}: impl='triton' needs one device, not {device} and {x.device}")
+    if device.type != "cuda" and not knobs.runtime.interpret:
+        raise ImplError(f"{op}: impl='triton' needs tensors on a CUDA device, not on {device}")
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`x` as `[rows, D]` whose rows are contiguous, without a copy where strides allow it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@triton.jit
+def add_pairs(a_0, b_0, a_1, b_1):
+    """Combines two sums at once: `tl.reduce((a, b), axis, add_pairs)`."""
+    return a_0 + a_1, b_0 + b_1

@@ -1,0 +1,167 @@
+"""The Triton kernels around the products without a GPU: interpreted, and compiled for Hopper."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import triton
+from ops.hopper import resources
+
+from baltoro.ops.attn_res import triton as attn_res
+from baltoro.ops.cross_entropy import triton as cross_entropy
+from baltoro.ops.rms_norm import triton as rms_norm
+from baltoro.ops.short_conv import triton as short_conv
+from baltoro.ops.situ import triton as situ
+
+pytestmark = pytest.mark.slow
+MAX_STACK_BYTES = 48  # a thread; no loop waits for what is spilled there
+
+INTERPRETED = """
+import warnings
+
+warnings.simplefilter("ignore")
+import torch
+from ops.earned import assert_earned, randn
+from ops.harness import assert_within_budget, poisoned_memory, short_conv_inputs
+from ops.test_pointwise_triton import gated, halves, loss, mix, norm, situ, sources_of, uncapped
+from ops.test_short_conv_triton import conv, reference
+from baltoro.ops.cross_entropy import triton as cross_entropy
+
+fp32, bf16 = torch.float32, torch.bfloat16
+for num_sources, num_tokens, width in ((1, 3, 16), (2, 0, 16), (3, 7, 24), (5, 5, 32)):
+    assert_earned(mix, sources_of(num_sources, num_tokens, width), fp32, impl="triton")
+for num_tokens in (0, 1, 65):
+    x, gate = 3 * randn(num_tokens, 3, 8), 2 * randn(num_tokens, 3, 8, seed=1)
+    assert_earned(norm, [x, randn(8)], bf16, impl="triton")
+    assert_earned(gated, [x, randn(8), gate], fp32, impl="triton")
+    for scale in (1e-3, 10.0):
+        for op in (situ, uncapped):
+            assert_earned(op, [scale * x, scale * gate], fp32, impl="triton")
+    assert_earned(halves, [4 * randn(num_tokens, 48)], fp32, impl="triton")
+cross_entropy.LOSS_BLOCK = cross_entropy.GRADIENT_BLOCK = 32
+for numbers in (2**28, 4 * 101):
+    cross_entropy.RANGE_NUMBERS = numbers
+    for num_tokens in (0, 1, 9):
+        assert_earned(loss, [randn(num_tokens, 24), randn(101, 24)], fp32, impl="triton")
+for lengths, width in (([1], 4), ([1, 1, 1], 2), ([0, 2, 0, 5], 3), ([37, 1, 20], 4)):
+    with poisoned_memory():
+        batch = short_conv_inputs(lengths, width=width, dtype=fp32)
+        assert_within_budget(conv, reference, batch)
+"""
+
+
+@pytest.mark.skipif(
+    numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
+    reason="Triton's interpreter takes one-element arrays for numbers, which numpy 2.4 refuses",
+)
+def test_the_kernels_are_exact_in_the_interpreter():
+    root = Path(__file__).parents[2]
+    path = os.pathsep.join([str(root / "src"), str(root / "tests"), *sys.path])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("num_sources", "width"), [(1, 768), (5, 768), (9, 2048), (9, 7168), (10, 7168)]
+)
+def test_the_mixture_compiles_without_lost_registers(num_sources, width):
+    padded = triton.next_power_of_2(width)
+    sources = ("*bf16",) * num_sources
+    shared = {
+        "sources": sources, "norm_weight": "*bf16", "proj_weight": "*bf16", "out": "*bf16",
+        "stats": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32",
+        "S": num_sources, "D": width, "BD": padded, "AHEAD": min(num_sources, attn_res.AHEAD),
+    }  # fmt: skip
+    num_warps = attn_res.num_warps_of(padded)
+    forward = {**shared, "eps": "fp32", "IS_KEPT": True}
+    backward = {**shared, "d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32"}
+    for kernel, arguments in (
+        (attn_res.forward_kernel, forward),
+        (attn_res.backward_kernel, backward),
+    ):
+        assert resources(kernel, arguments, num_warps).stack_bytes <= MAX_STACK_BYTES
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("width", [128, 384, 768, 2048, 7168])
+def test_the_norms_compile_without_lost_registers(width, has_gate):
+    num_rows, num_warps = rms_norm.tile_of(width)
+    shared = {
+        "x": "*bf16", "weight": "*bf16", "gate_logits": "*bf16" if has_gate else None,
+        "num_rows": "i32", "tiles_per_program": "i32", "x_stride": "i32:16",
+        "gate_stride": "i32:16", "eps": "fp32",
+        "D": width, "BR": num_rows, "BD": triton.next_power_of_2(width), "HAS_GATE": has_gate,
+    }  # fmt: skip
+    backward = {
+        **shared, "d_out": "*bf16", "d_x": "*bf16", "d_gate_logits": "*bf16",
+        "d_weight_parts": "*fp32", "d_out_stride": "i32:16",
+    }  # fmt: skip
+    for kernel, arguments in (
+        (rms_norm.forward_kernel, {**shared, "out": "*bf16"}),
+        (rms_norm.backward_kernel, backward),
+    ):
+        assert resources(kernel, arguments, num_warps).stack_bytes <= MAX_STACK_BYTES
+
+
+@pytest.mark.parametrize("is_capped", [False, True])
+@pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
+def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped):
+    shared = {
+        "gate": pointer, "up": pointer, "out": pointer, "num_blocks": "i32", "width": "i32:16",
+        "gate_stride": "i32:16", "up_stride": "i32:16", "out_stride": "i32:16", "beta": "fp32",
+        "linear_beta": "fp32", "BLOCK": situ.BLOCK, "IS_CAPPED": is_capped,
+        "IS_EXACT": pointer == "*fp32",
+    }  # fmt: skip
+    backward = {
+        **shared, "d_out": pointer, "d_gate": pointer, "d_up": pointer,
+        "d_out_stride": "i32:16", "HAS_OUT": True,
+    }  # fmt: skip
+    for kernel, arguments in (
+        (situ.situ_forward_kernel, shared),
+        (situ.situ_backward_kernel, backward),
+    ):
+        assert resources(kernel, arguments, situ.NUM_WARPS).stack_bytes == 0
+
+
+@pytest.mark.parametrize("has_d_final", [False, True])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_the_convolution_compiles_without_lost_registers(has_state, has_d_final):
+    shared = {
+        "x": "*bf16", "weight": "*fp32", "state": "*bf16" if has_state else None,
+        "positions": "*i32", "sequences": "*i32", "num_tokens": "i32", "strip": "i32:16",
+        "x_stride": "i32:16", "num_channels": "i32:16", "W": 4, "BC": short_conv.CHANNELS,
+        "ROWS": short_conv.ROWS, "HAS_STATE": has_state,
+    }  # fmt: skip
+    backward = {
+        **shared, "cu_seqlens": "*i32", "d_y": "*bf16", "d_x": "*bf16",
+        "d_final": "*bf16" if has_d_final else None, "d_weight_parts": "*fp32",
+        "d_y_stride": "i32:16", "HAS_D_FINAL": has_d_final,
+    }  # fmt: skip
+    for kernel, arguments in (
+        (short_conv.forward_kernel, {**shared, "y": "*bf16"}),
+        (short_conv.backward_kernel, backward),
+    ):
+        assert resources(kernel, arguments, 1).stack_bytes <= MAX_STACK_BYTES
+
+
+def test_the_loss_compiles_without_lost_registers():
+    shared = {
+        "logits": "*bf16", "targets": "*i64", "lse": "*fp32", "vocab_size": "i32:16",
+        "ignore_index": "i32",
+    }  # fmt: skip
+    loss = {**shared, "losses": "*fp32", "BW": cross_entropy.LOSS_BLOCK}
+    gradient = {**shared, "d_losses": "*fp32", "BW": cross_entropy.GRADIENT_BLOCK}
+    for kernel, arguments, num_warps in (
+        (cross_entropy.loss_kernel, loss, cross_entropy.LOSS_WARPS),
+        (cross_entropy.gradient_kernel, gradient, cross_entropy.GRADIENT_WARPS),
+    ):
+        assert resources(kernel, arguments, num_warps).stack_bytes == 0
