@@ -1,5 +1,6 @@
 """The loop of a run, with everything around the model real but small."""
 
+import dataclasses
 import io
 import json
 import math
@@ -189,6 +190,15 @@ def test_the_share_of_products_is_measured_now_and_then_and_shown(tmp_path):
     assert all(0.0 < share < 1.0 for share in shares.values())
     lines = [line for line in console.export_text().splitlines() if "matmul" in line]
     assert "matmul ?" in lines[0] and f"matmul {shares[8]:.0%}" in lines[8]
+
+
+def test_an_inspection_between_two_measurements_tells_the_last_logits(tmp_path):
+    config = config_of(num_steps=6, inspect_every=5)
+    config = dataclasses.replace(config, step=StepConfig(qk_clip_every=4))
+    run(tmp_path, config)
+    inspected = [e for e in read_metrics(tmp_path / "metrics.jsonl") if e["kind"] == "inspect"]
+    logits = {e["step"]: e["max_logits"]["layers.1.self_attn"] for e in inspected}
+    assert logits.keys() == {1, 5, 6} and logits[1] != logits[5] == logits[6]
 
 
 class OneBadBatch(TinySource):

@@ -24,7 +24,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +70,7 @@ class Training:
     num_bad_steps: int = 0  # skipped in a row, up to now
     num_rewinds: int = 0  # since the last checkpoint
     matmul_share: float | None = None  # of a step's time, when it was last measured
+    max_logits: Mapping[str, list[float]] = field(default_factory=dict)  # last measured, by mixer
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=20))
 
 
@@ -219,6 +220,8 @@ def _write(training: Training, result: StepResult, *, is_timed: bool) -> None:
     share = training.matmul_share
     if is_timed and share is not None:
         numbers["train/matmul_share"] = share
+    if result.max_logits:
+        training.max_logits = result.max_logits
     is_last = step == training.config.schedule.num_steps
     if step % run.log_every == 0 or is_timed or result.is_skipped or is_last:
         training.log.write("step", step, numbers)
@@ -229,7 +232,7 @@ def _write(training: Training, result: StepResult, *, is_timed: bool) -> None:
             {
                 "loads": {name: item.loads.tolist() for name, item in result.balances.items()},
                 "bias_drift": {name: item.bias_drift for name, item in result.balances.items()},
-                "max_logits": dict(result.max_logits),
+                "max_logits": dict(training.max_logits),
             },
         )
     left = (training.config.schedule.num_steps - step) * seconds / len(training.recent)

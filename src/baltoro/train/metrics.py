@@ -3,7 +3,7 @@
 Every line of `metrics.jsonl` is an object with `kind` and `step`:
 
     step      flat numbers by `room/thing_unit`
-    inspect   expert loads by layer, largest logits by mixer and head
+    inspect   expert loads by layer, largest logits by mixer and head as last measured
     eval      held-out bits per byte, by domain
     baseline  the bigram's, fitted on the same tokens
     probe     decay half-lives, residual weights, output sizes (`train.probe`)

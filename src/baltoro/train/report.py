@@ -2,30 +2,24 @@
 
 import base64
 import json
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from baltoro.data.manifest import CARD
+from baltoro.optim.balancing import max_vio
 from baltoro.train.folder import CONFIG_FILE, METRICS_FILE, PICTURES
 from baltoro.train.metrics import duration, read_metrics
+from baltoro.train.page import card, folded, grid, none, page, table
 from baltoro.train.svg import Points, heat_map, line_chart
 
-_STYLE = """\
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; }
-svg text { font: 11px system-ui, sans-serif; fill: #374151; }
-svg { max-width: 100%; height: auto; }
-h2 { margin-top: 2em; border-bottom: 1px solid #e5e7eb; }
-table { border-collapse: collapse; } td, th { padding: .2em .8em .2em 0; text-align: left; }
-pre { background: #f3f4f6; padding: .8em; white-space: pre-wrap; overflow-wrap: anywhere; }
-.label { font-weight: 600; margin: 1.2em 0 .2em; }
-.pictured { display: flex; flex-wrap: wrap; gap: 1em; align-items: flex-start; }
-.pictured > div { flex: 1 1 18em; min-width: 0; } .pictured pre { margin-top: 0; }
-img { width: 12em; max-width: 100%; height: auto; background: #fff; border: 1px solid #e5e7eb; }
-.alarm { color: #b91c1c; } .none, .legend { color: #4b5563; font-size: 13px; }
-"""
+_MOST_COLUMNS = 40  # of a heat map over steps; more are thinned
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +68,12 @@ def read_run(run: Path) -> RunRecord:
     kinds: dict[str, list[dict[str, Any]]] = {}
     for line in read_metrics(run / METRICS_FILE):
         kinds.setdefault(line["kind"], []).append(line)
-    card = run / CARD
+    data_card = run / CARD
     return RunRecord(
         name=run.name,
         kinds=kinds,
         config=json.loads((run / CONFIG_FILE).read_text()),
-        card=card.read_text() if card.is_file() else "",
+        card=data_card.read_text() if data_card.is_file() else "",
         pictures={
             str(path.relative_to(run)): path.read_bytes()
             for path in sorted((run / PICTURES).glob("*.png"))
@@ -89,25 +83,23 @@ def read_run(run: Path) -> RunRecord:
 
 def render(run: RunRecord) -> str:
     """The page."""
-    sections = [
-        ("Summary", _summary(run)),
-        ("Alarms", _alarms(run)),
-        ("Loss", _loss(run)),
-        ("Learning rate and gradient", _rate(run)),
-        ("Experts", _experts(run)),
-        ("Attention logits", _logits(run)),
-        ("KDA memory", _half_lives(run)),
-        ("Attention residuals", _residuals(run)),
-        ("Sizes inside", _sizes(run)),
-        ("Samples", _samples(run)),
-        ("Data", f"<pre>{escape(run.card)}</pre>" if run.card else _none("no data card")),
-        ("Configuration", f"<pre>{escape(json.dumps(run.config, indent=1))}</pre>"),
-    ]
-    body = "\n".join(f"<h2>{title}</h2>\n{content}" for title, content in sections)
-    title = f"Run {escape(run.name)}"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>\n{_STYLE}</style></head>\n<body><h1>{title}</h1>\n{body}\n</body></html>\n"
+    config = folded("all values", json.dumps(run.config, indent=1))
+    return page(
+        f"Run {run.name}",
+        [
+            ("Summary", _summary(run)),
+            ("Alarms", _alarms(run)),
+            ("Loss", _loss(run)),
+            ("Rate and speed", _rate(run)),
+            ("Experts", _experts(run)),
+            ("Attention logits", _logits(run)),
+            ("KDA memory", _half_lives(run)),
+            ("Attention residuals", _residuals(run)),
+            ("Sizes inside", _sizes(run)),
+            ("Samples", _samples(run)),
+            ("Data", card(run.card) if run.card else none("no data card")),
+            ("Configuration", config),
+        ],
     )
 
 
@@ -124,28 +116,28 @@ def _summary(run: RunRecord) -> str:
             ("MFU", f"{float(step['train/model_flops_utilisation']):.1%} of the measured matmul"),
             ("last loss", f"{float(step['train/loss']):.4f} nats per token"),
         ]
+    shares = run.points("train/matmul_share")
+    if shares:
+        rows.append(("in matrix products", f"{shares[-1][1]:.0%} of a step's time"))
     if evaluation:
         rows.append(("held out", f"{float(evaluation['bits_per_byte']):.4f} bits per byte"))
     if baseline:
         text = f"{float(baseline['bits_per_byte']):.4f} bits per byte, fitted on the same tokens"
         rows.append(("interpolated bigram", text))
-    return _table(rows)
+    return table(rows)
 
 
 def _alarms(run: RunRecord) -> str:
-    alarms = run.of("alarm")
-    rewinds = [
-        f'<li class="alarm"><b>rewind</b>: {escape(line["message"])}</li>'
-        for line in run.of("rewind")
-    ]
-    if not alarms and not rewinds:
-        return "<p>None was raised.</p>"
     items = [
         f'<li class="alarm"><b>{escape(alarm["name"])}</b> at step {alarm["step"]:,} '
         f"{escape(alarm['where'])}: {escape(alarm['message'])}</li>"
-        for alarm in alarms
+        for alarm in run.of("alarm")
     ]
-    return f"<ul>{''.join(items + rewinds)}</ul>"
+    items += [
+        f'<li class="alarm"><b>rewind</b>: {escape(line["message"])}</li>'
+        for line in run.of("rewind")
+    ]
+    return f"<ul>{''.join(items)}</ul>" if items else "<p>None was raised.</p>"
 
 
 def _loss(run: RunRecord) -> str:
@@ -158,107 +150,164 @@ def _loss(run: RunRecord) -> str:
     if baseline and held_out:
         bits = float(baseline["bits_per_byte"])
         steps = [step for step, _ in held_out["all held out"]]
-        held_out["bigram"] = [(step, bits) for step in {steps[0], steps[-1]}]
+        held_out["bigram"] = [(step, bits) for step in sorted({steps[0], steps[-1]})]
     losses = {"training": run.points("train/loss"), "MTP": run.points("train/mtp_loss")}
-    return line_chart(losses, label="Training loss, nats per token") + line_chart(
-        held_out, label="Held-out bits per byte by domain"
+    return grid(
+        line_chart(losses, label="Training loss, nats per token"),
+        line_chart(held_out, label="Held-out bits per byte by domain", dashed=("bigram",)),
     )
 
 
 def _rate(run: RunRecord) -> str:
-    return line_chart({"learning rate": run.points("train/lr")}, label="Learning rate") + (
+    shares = {
+        "MFU": run.points("train/model_flops_utilisation"),
+        "time in matrix products": run.points("train/matmul_share"),
+    }
+    return grid(
+        line_chart({"learning rate": run.points("train/lr")}, label="Learning rate"),
         line_chart(
-            {"gradient norm": run.points("train/grad_norm")}, label="Gradient norm", is_log=True
-        )
+            {"gradient norm": run.points("train/grad_norm")},
+            label="Gradient norm, before clipping",
+            is_log=True,
+        ),
+        line_chart(
+            {"tokens/s": run.points("train/speed_tokens_per_second")},
+            label="Speed, tokens per second",
+        ),
+        line_chart(
+            {
+                name: [(step, 100 * share) for step, share in points]
+                for name, points in shares.items()
+            },
+            label="Use of the machine, percent",
+        ),
     )
 
 
 def _experts(run: RunRecord) -> str:
-    loads = run.last("inspect").get("loads", {})
+    inspected = [line for line in run.of("inspect") if line["loads"]]
     shares = {}
-    for layer, counts in loads.items():
+    for layer, counts in (inspected[-1]["loads"] if inspected else {}).items():
         mean = sum(counts) / len(counts) or 1.0
-        shares[layer] = [count / mean for count in counts]
-    drift: dict[str, list[tuple[float, float]]] = {}
-    for line in run.of("inspect"):
-        for layer, value in line["bias_drift"].items():
-            drift.setdefault(layer, []).append((line["step"], float(value)))
-    return "".join(
-        [
-            "<p>Load of each expert in the last step inspected, in fair shares; red: no token.</p>",
-            heat_map(shares, label="Expert load by layer", high=3.0, marks_zero=True),
+        shares[short(layer)] = [count / mean for count in counts]
+    num_experts = max((len(row) for row in shares.values()), default=0)
+    vios = [
+        (
+            line["step"],
+            {layer: max_vio(torch.tensor(counts)) for layer, counts in line["loads"].items()},
+        )
+        for line in inspected
+    ]
+    drifts = [(line["step"], line["bias_drift"]) for line in inspected]
+    return (
+        heat_map(
+            shares,
+            label="Load of each expert in the last step inspected, in fair shares; red: no token",
+            high=3.0,
+            columns=[str(index) for index in range(num_experts)],
+            axis="expert",
+            marks_zero=True,
+        )
+        + _over_steps(vios, label="MaxVio by layer: (largest load - mean) / mean", high=2.0)
+        + _over_steps(drifts, label="Largest change of a router bias in a step, by layer")
+        + grid(
             line_chart({"MaxVio": run.points("router/max_vio")}, label="Largest MaxVio"),
-            line_chart({"dead": run.points("router/dead_experts")}, label="Dead experts"),
-            line_chart(drift, label="Bias drift by layer", is_log=True),
+            line_chart(
+                {"dead": run.points("router/dead_experts")}, label="Dead experts, all layers"
+            ),
             line_chart(
                 {"least": run.points("router/min_grad_norm")},
-                label="Least router gradient norm",
+                label="Least gradient norm of a router",
                 is_log=True,
             ),
-        ]
+        )
     )
 
 
 def _logits(run: RunRecord) -> str:
-    measured = [line for line in run.of("inspect") if line["max_logits"]]
-    heads = measured[-1]["max_logits"] if measured else {}
-    values = {name: [float(value) for value in row] for name, row in heads.items()}
     limit = float(run.config["step"]["qk_clip_tau"])
-    return "".join(
-        [
-            f"<p>Largest logit of each MLA head, shaded up to the clip limit of {limit:g}.</p>",
-            heat_map(values, label="Largest attention logit by head", high=limit),
-            line_chart(
-                {"largest": run.points("attention/max_logit")}, label="Largest attention logit"
-            ),
-            line_chart({"clipped": run.points("attention/clipped_heads")}, label="Heads clipped"),
-        ]
+    heads = [
+        (
+            line["step"],
+            {
+                f"{short(mixer)} head {head}": value
+                for mixer, values in line["max_logits"].items()
+                for head, value in enumerate(values)
+            },
+        )
+        for line in run.of("inspect")
+        if line["max_logits"]
+    ]
+    return _over_steps(
+        heads, label=f"Largest attention logit of each MLA head; clipped at {limit:g}"
+    ) + grid(
+        line_chart({"largest": run.points("attention/max_logit")}, label="Largest attention logit"),
+        line_chart(
+            {"clipped": run.points("attention/clipped_heads")}, label="Heads clipped in a step"
+        ),
     )
 
 
 def _half_lives(run: RunRecord) -> str:
     found = run.last("probe").get("kda/half_life", {})
     rows = {
-        f"{name.removesuffix('.self_attn')} {quantile}": [float(head[index]) for head in heads]
+        f"{short(name)}, {quantile}": [float(head[index]) for head in heads]
         for name, heads in found.items()
         for index, quantile in enumerate(("10 %", "median", "90 %"))
     }
     longest = max((value for row in rows.values() for value in row), default=1.0)
+    num_heads = max((len(row) for row in rows.values()), default=0)
     text = (
-        "<p>Tokens after which a key channel has decayed to a half, by head: quantiles over the "
-        f"head's channels; darkest is {longest:.3g}.</p>"
+        "<p>Tokens after which a key channel has decayed to a half: quantiles over the channels of "
+        "each head, at the last evaluation.</p>"
     )
-    return text + heat_map(rows, label="KDA half-lives", high=longest)
+    return text + heat_map(
+        rows,
+        label="KDA half-lives, tokens",
+        high=longest,
+        columns=[str(head) for head in range(num_heads)],
+        axis="head",
+    )
 
 
 def _residuals(run: RunRecord) -> str:
     found = run.last("probe").get("attn_res/weights", {})
-    rows = {name: [float(weight) for weight in weights] for name, weights in found.items()}
+    rows = {short(name): [float(weight) for weight in row] for name, row in found.items()}
+    num_sources = max((len(row) for row in rows.values()), default=0)
     text = (
-        "<p>Weight of each source in every read: finished blocks, the embedding first, then the "
-        "running sum of the block.</p>"
+        "<p>Weight of each source in every read, averaged over tokens at the last evaluation: "
+        "finished blocks, the embedding (0) first, then the running sum of the block.</p>"
     )
-    return text + heat_map(rows, label="Attention residual weights", high=1.0)
+    return text + heat_map(
+        rows,
+        label="Attention residual weights",
+        high=1.0,
+        columns=[str(source) for source in range(num_sources)],
+        axis="source",
+    )
 
 
 def _sizes(run: RunRecord) -> str:
-    probe = run.last("probe")
-    sizes = list(probe.get("rms/partial_sum", {}).values())
-    saturated = probe.get("situ/saturated", {})
-    rows = [(name, f"{float(share):.3%}") for name, share in saturated.items()]
+    probes = run.of("probe")
+    sizes = list(run.last("probe").get("rms/partial_sum", {}).values())
+    saturated = [(line["step"], line["situ/saturated"]) for line in probes]
     chart = line_chart(
         {"RMS": [(index, float(value)) for index, value in enumerate(sizes)]},
-        label="RMS of the sum a layer hands on, by layer",
+        label="RMS of the sum a layer hands on, at the last evaluation",
         axis="layer",
     )
-    table = _table([("gated MLP", "gates beyond the soft cap"), *rows]) if rows else ""
-    return chart + table
+    percent = [
+        (step, {name: 100 * float(share) for name, share in shares.items()})
+        for step, shares in saturated
+        if shares
+    ]
+    return grid(chart) + _over_steps(percent, label="SiTU gates beyond the soft cap, percent")
 
 
 def _samples(run: RunRecord) -> str:
     samples = run.of("sample")
     if not samples:
-        return _none("no samples")
+        return none("no samples")
     last = samples[-1]["step"]
     shown = [sample for sample in samples if sample["step"] == last]
     return f"<p>After step {last:,}; in bold what it was given.</p>" + "".join(
@@ -279,10 +328,29 @@ def _sample(sample: dict[str, Any], picture: bytes | None) -> str:
     )
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = [f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows]
-    return f"<table>{''.join(cells)}</table>"
+def _over_steps(
+    lines: Sequence[tuple[int, Mapping[str, Any]]], *, label: str, high: float | None = None
+) -> str:
+    """A row for each name, a column for each line; darkest at `high`, or at the largest value."""
+    stride = math.ceil(len(lines) / _MOST_COLUMNS) if lines else 1
+    kept = [line for index, line in enumerate(lines) if (len(lines) - 1 - index) % stride == 0]
+    rows: dict[str, list[float]] = {}
+    for _, values in kept:
+        for name, value in values.items():
+            rows.setdefault(short(name), []).append(float(value))
+    largest = max((value for row in rows.values() for value in row), default=0.0)
+    return heat_map(
+        rows,
+        label=label,
+        high=high or largest or 1.0,
+        columns=[str(step) for step, _ in kept],
+        axis="step",
+    )
 
 
-def _none(what: str) -> str:
-    return f'<p class="none">{what}.</p>'
+def short(name: str) -> str:
+    """A module's name as a reader says it: `layers.3.self_attn` is layer 3."""
+    name = re.sub(r"^mtp_layers\.", "MTP layer ", name)
+    name = re.sub(r"^layers\.", "layer ", name)
+    name = re.sub(r"\.(self_attn|block_sparse_moe)(?=\.|$)", "", name)
+    return name.replace(".", " ")
