@@ -23,6 +23,7 @@ from baltoro.agents.policy import Line, PolicyReply, Prompt, ScriptedPolicy
 from baltoro.agents.styles import style
 from baltoro.agents.task import Check, SubmissionBudget
 from baltoro.agents.trace import CommitRecord, ContextRecord, Trace, TurnRecord, read_trace
+from baltoro.sandbox.protocol import Binding, Command, LimitError
 
 
 async def play(
@@ -151,6 +152,28 @@ def test_a_long_observation_is_shortened(tmp_path):
         (seen,) = observations(await play(here, [sh("seq 1 2000"), DONE], harness=harness))
         assert "characters left out" in seen
         assert len(seen) < 260
+
+    run_in_world(tmp_path, body)
+
+
+def test_more_files_than_allowed_are_the_agents_failure(tmp_path):
+    """A driver that finds out at the snapshot says so with a `LimitError`."""
+
+    async def body(here: World) -> None:
+        checkpoint = here.keeper.checkpoint
+
+        async def full(name: str, binding: Binding | None = None) -> str:
+            async with here.keeper.use(name) as sandbox:
+                listed = await sandbox.exec(Command(argv=("ls", "work"), cwd="/"))
+            if b"big" in listed.stdout:
+                raise LimitError("40000000000 bytes of files, limits.disk_bytes=1073741824")
+            return await checkpoint(name, binding)
+
+        here.keeper.checkpoint = full  # type: ignore[method-assign]
+        trace = await play(here, [sh("echo > big"), DONE])
+        assert trace.end is not None
+        assert (trace.end.how, trace.end.outcome) == ("disk_limit", "agent failure")
+        assert trace.end.reward == 0.0
 
     run_in_world(tmp_path, body)
 

@@ -6,14 +6,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from baltoro.agents.harness import Harness
 from baltoro.agents.policy import Line
 from baltoro.agents.rollout import Runner
 from baltoro.agents.styles import style
 from baltoro.agents.task import Check, Task, TaskFile
+from baltoro.sandbox.install import default_prefix
 from baltoro.sandbox.keeper import Keeper, KeeperPolicy
+from baltoro.sandbox.machine import MachineDriver
 from baltoro.sandbox.process import ProcessDriver
-from baltoro.sandbox.protocol import Driver, Image, Limits
+from baltoro.sandbox.protocol import Driver, DriverUnavailableError, Image, Limits
+from baltoro.sandbox.selftest import machine_drivers
 from baltoro.sandbox.store import Store
 
 BROKEN = b"def add(a, b):\n    return a - b\n\n\ndef double(a):\n    return a + a\n"
@@ -99,17 +104,18 @@ async def world(
         await keeper.adopt()
         yield World(folder, keeper, Image(root=root), clock)
     finally:
-        await keeper.close()
-        store.close()
+        try:
+            await keeper.close()
+        finally:
+            store.close()
 
 
 def run_in_world(folder: Path, body: Callable[[World], Awaitable[None]]) -> None:
-    """Run `body` with a fresh process-driver world; afterwards no sandbox is left running."""
+    """Run `body` with a world of the process driver; it must leave no sandbox running."""
 
     async def main() -> None:
         async with world(folder) as here:
             await body(here)
-            await here.keeper.driver.close()
             assert list((folder / "boxes").iterdir()) == []
 
     asyncio.run(main())
@@ -118,3 +124,17 @@ def run_in_world(folder: Path, body: Callable[[World], Awaitable[None]]) -> None
 def plain_harness() -> Harness:
     """Our own names of tools, no extras."""
     return Harness(style("plain"))
+
+
+def machine_world(folder: Path, kind: str) -> contextlib.AbstractAsyncContextManager[World]:
+    """A world of a driver that keeps memory; skips the test, with the reason, if it cannot run."""
+    prefix = default_prefix()
+    try:
+        mechanism = machine_drivers(prefix, folder)[kind]()
+    except DriverUnavailableError as error:
+        pytest.skip(str(error))
+
+    def driver(root: Path, store: Store) -> MachineDriver:
+        return MachineDriver(mechanism, root, store)
+
+    return world(folder, driver, prefix / "image/root")

@@ -23,8 +23,10 @@ from baltoro.agents.harness import Harness
 from baltoro.agents.policy import Policy
 from baltoro.agents.task import Task, task_digest
 from baltoro.agents.trace import (
+    CheckResult,
     CommitRecord,
     EndRecord,
+    How,
     ObservationRecord,
     Start,
     Trace,
@@ -36,7 +38,7 @@ from baltoro.agents.verify import check_driver, judge, reward_of
 from baltoro.agents.workspace import Workspace, lay_files, make_folder
 from baltoro.config import to_dict
 from baltoro.sandbox.keeper import Keeper
-from baltoro.sandbox.protocol import Image, SandboxError
+from baltoro.sandbox.protocol import Image, LimitError, SandboxError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,27 +144,42 @@ class _Run:
             started=self.started,
         )
         main = await episode.main_agent()
-        if not commits:
-            await self._commit(main, workspace)
-        while (how := await episode.turn(main)) is None:
-            if self.runner.pause.is_set():
-                await self._pause(main, workspace)
-                return
-            if main.talk.turn % self.runner.commit_every == 0:
+        try:
+            if not commits:
                 await self._commit(main, workspace)
-        snapshot = await self._commit(main, workspace)
+            while (how := await episode.turn(main)) is None:
+                if self.runner.pause.is_set():
+                    await self._pause(main, workspace)
+                    return
+                if main.talk.turn % self.runner.commit_every == 0:
+                    await self._commit(main, workspace)
+            snapshot = await self._commit(main, workspace)
+        except LimitError:  # its files are more than it may have: no snapshot, nothing to judge
+            self._end("disk_limit", episode.num_submissions, (), 0.0, None)
+            return
         await self._destroy()
         results = await judge(self.task, self.task.checks, self.keeper, image, snapshot)
-        num_submissions = episode.num_submissions
-        end = EndRecord(
-            how=how,
-            results=results,
-            num_submissions=num_submissions,
-            reward=reward_of(self.task, results, num_submissions),
-            snapshot=snapshot,
-            wall_s=time.monotonic() - self.started,
+        reward = reward_of(self.task, results, episode.num_submissions)
+        self._end(how, episode.num_submissions, results, reward, snapshot)
+
+    def _end(
+        self,
+        how: How,
+        num_submissions: int,
+        results: tuple[CheckResult, ...],
+        reward: float,
+        snapshot: str | None,
+    ) -> None:
+        self.writer.add(
+            EndRecord(
+                how=how,
+                results=results,
+                num_submissions=num_submissions,
+                reward=reward,
+                snapshot=snapshot,
+                wall_s=time.monotonic() - self.started,
+            )
         )
-        self.writer.add(end)
 
     def fail(self, error: Exception) -> None:
         """Record a machine failure."""

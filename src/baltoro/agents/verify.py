@@ -60,6 +60,7 @@ while [ $left = 1 ]; do
     kill -9 $pid 2>/dev/null && left=1
   done
 done
+exit 0
 """
 
 
@@ -193,9 +194,11 @@ async def _run(task: Task, check: Check, sandbox: Sandbox, folder: str) -> Check
     result_path = check.result_path or f"{folder}/{check.name}"
     try:
         if check.result_path is not None:
-            await _empty_folder(sandbox, str(PurePosixPath(check.result_path).parent))
+            parent = str(PurePosixPath(check.result_path).parent)
+            await _remove(sandbox, [parent])
+            await make_folder(sandbox, parent)
         await sandbox.write(f"{folder}/.made", b"")
-        await lay_files(sandbox, task, check.files)
+        await _replace_files(sandbox, task, check)
     except (LimitError, OSError) as error:
         return _result(check, 0.0, f"its files cannot be laid over the final state: {error}", 0.0)
     inside = posixpath.relpath(result_path, cwd)
@@ -220,10 +223,23 @@ async def _run(task: Task, check: Check, sandbox: Sandbox, folder: str) -> Check
     return _result(check, score, detail, ended.wall_s)
 
 
-async def _empty_folder(sandbox: Sandbox, path: str) -> None:
-    """Make a folder anew, so that nothing in it is the agent's."""
-    await sandbox.exec(Command(argv=("rm", "-rf", "--", path.lstrip("/")), cwd="/"))
-    await make_folder(sandbox, path)
+async def _replace_files(sandbox: Sandbox, task: Task, check: Check) -> None:
+    """Lay a check's files where nothing is left to swallow them, such as a link to a device.
+
+    `OSError` if they are not there afterwards.
+    """
+    places = [task.place(file.path) for file in check.files]
+    await _remove(sandbox, places)
+    await lay_files(sandbox, task, check.files)
+    for place, file in zip(places, check.files, strict=True):
+        if await sandbox.read(place, len(file.data)) != file.data:
+            raise OSError(f"{place!r} does not hold what was written to it")
+
+
+async def _remove(sandbox: Sandbox, places: Sequence[str]) -> None:
+    if places:
+        inside = [place.lstrip("/") for place in places]
+        await sandbox.exec(Command(argv=("rm", "-rf", "--", *inside), cwd="/"))
 
 
 async def _blame(error: ImageError, check: Check, task: Task, keeper: Keeper, image: Image) -> None:
