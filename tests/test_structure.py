@@ -46,10 +46,15 @@ TORCH_FREE = {
     "data/config.py",
     "model/config.py",
     "train/config.py",
+    "serve/answer.py",
+    "serve/cache.py",
+    "serve/layout.py",
+    "serve/pages.py",
+    "serve/prefix.py",
     "serve/request.py",
     "serve/sampling.py",
     "serve/scheduler.py",
-    "serve/cache.py",
+    "serve/tier.py",
 }
 OPTIONAL_PACKAGES = {"tyro", "triton", "datasketch", "imagehash", "pyarrow"}
 
