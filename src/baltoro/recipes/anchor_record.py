@@ -8,7 +8,8 @@ are compared seed by seed:
     d_s = high_s - low_s,    mean(d) -+ t std(d) / sqrt(n),    t one-sided at 95 %
 
 "low lies below high by `margin`" holds if mean(d) >= margin and the interval lies above zero, does
-not hold if the interval lies below the margin, and otherwise the seeds do not tell.
+not hold if the interval lies below the margin, and otherwise the seeds do not tell. A negative
+margin allows so much the other way: then the interval has to lie above the margin.
 """
 
 import math
@@ -124,7 +125,7 @@ def is_lower(
         quantile = _T_QUANTILES[min(len(gaps) - 1, len(_T_QUANTILES)) - 1]
         half = quantile * deviation / math.sqrt(len(gaps))
     verdict = "not told apart"
-    if mean >= margin and mean - half > 0.0:
+    if mean >= margin and mean - half > min(margin, 0.0):
         verdict = "holds"
     elif mean + half < margin:
         verdict = "does not hold"

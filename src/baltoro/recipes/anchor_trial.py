@@ -16,6 +16,7 @@ from baltoro.config import replace
 from baltoro.data.dataset import Dataset
 from baltoro.data.loader import Loader
 from baltoro.data.pack import PackedBatch
+from baltoro.model.init import init_weights
 from baltoro.model.model import Model
 from baltoro.optim.assignment import Group, assign
 from baltoro.optim.config import OptimConfig
@@ -78,10 +79,11 @@ def nano_config(
 
 
 def trial_learner(trial: Trial) -> Learner:
-    """A fresh model of the trial's seed with the arm's optimiser."""
+    """A fresh model with the arm's optimiser; arms of one seed draw the same weights."""
     config = trial.config
-    torch.manual_seed(config.seed)
     model = Model(config.model)
+    # drawn again: building a module that another arm lacks has moved the global generator on
+    init_weights(model, generator=torch.Generator().manual_seed(config.seed))
     learner = build_learner(model, config.optim, config.step)
     learner.optimizer = matrix_optimizer(model, trial.arm.matrices, config.optim)
     return learner
@@ -117,17 +119,17 @@ def trial_data(trial: Trial) -> TrialData:
 def train_arm(
     trial: Trial,
     *,
-    prepare: Callable[[Model], None] | None = None,
+    prepare: Callable[[Learner], None] | None = None,
     watch: Watch | None = None,
 ) -> Trained:
     """Train the trial to the end of its schedule and score it on held-out text.
 
-    `prepare` changes the fresh model, `watch` sees every step. A run whose loss or gradient is not
-    finite ends there and counts as diverged: its numbers are NaN.
+    `prepare` changes the fresh learner, `watch` sees every step. A run whose loss or gradient is
+    not finite ends there and counts as diverged: its numbers are NaN.
     """
     learner, data = trial_learner(trial), trial_data(trial)
     if prepare is not None:
-        prepare(learner.model)
+        prepare(learner)
     schedule = trial.config.schedule
     losses: list[float] = []
     for step in range(schedule.num_steps):

@@ -23,7 +23,7 @@ from rich.console import Console
 from baltoro.config import nearest
 from baltoro.data.build import build
 from baltoro.data.recipes import recipe
-from baltoro.recipes import anchor_depth, anchor_optim, anchor_width
+from baltoro.recipes import anchor_balance, anchor_depth, anchor_optim, anchor_width
 from baltoro.recipes.anchor_record import Anchor, Finding, Numbers, Results, Verdict, spread
 from baltoro.recipes.anchor_runs import Task, json_numbers, lock, run_tasks, tasks_of
 from baltoro.text.files import write_atomically
@@ -33,7 +33,12 @@ from baltoro.train.metrics import ProgressLine, duration
 ANCHORS: dict[str, Anchor] = {
     anchor.name: anchor
     for anchor in sorted(
-        (*anchor_depth.ANCHORS, *anchor_width.ANCHORS, *anchor_optim.ANCHORS),
+        (
+            *anchor_depth.ANCHORS,
+            *anchor_width.ANCHORS,
+            *anchor_balance.ANCHORS,
+            *anchor_optim.ANCHORS,
+        ),
         key=lambda anchor: anchor.study.seconds * len(anchor.study.arms),
     )
 }
