@@ -4,33 +4,26 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
+from serve.api import CHAT, SCHEDULER, TOOLS, joined, made, post, script, streamed
 
 from baltoro.model.model import Model
-from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.engine import EngineConfig
 from baltoro.serve.request import NewToken
-from baltoro.serve.scheduler import SchedulerConfig, StepPlan
-from baltoro.serve.server import Server, ServerConfig, create_app
+from baltoro.serve.scheduler import StepPlan
+from baltoro.serve.server import Server, create_app
 
-SCHEDULER = SchedulerConfig(max_running=4, max_step_tokens=512)
-CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "seed": 3}
-TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type": "object"}}}]
 CALL = (
     "plan<|close|>think<|sep|><|open|>response<|sep|>Let me.<|close|>response<|sep|>"
     '<|open|>tools<|sep|><|open|>call tool="read" index="1"<|sep|>'
     '<|open|>argument key="path" type="string"<|sep|>a.txt<|close|>argument<|sep|>'
     "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
 )
-
-
-def made(model: Model, config: EngineConfig | None = None, **changes: Any) -> Server:
-    engine = Engine(model, config or EngineConfig(pool_tokens=4096, scheduler=SCHEDULER))
-    settings = replace(ServerConfig(model_name="nano", drain_s=5.0), **changes)
-    return Server(engine, model.processor, settings)
 
 
 @pytest.fixture(scope="module")
@@ -48,44 +41,7 @@ def client(server: Server) -> Iterator[TestClient]:
 def scripted(server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lets the model write a given text."""
 
-    def script(text: str) -> None:
-        ids = server.processor.tokenizer.encode(text, allow_special=True)
-
-        def run(plan: StepPlan, version: str) -> list[NewToken | None]:
-            return [
-                NewToken(ids[len(work.sequence.new_tokens)], -1.0, version)
-                if work.is_sampled
-                else None
-                for work in plan.works
-            ]
-
-        monkeypatch.setattr(server.background.engine.runner, "run", run)
-        server.background.engine.cache.device.forget()
-
-    return script
-
-
-def post(client: TestClient, path: str = "/v1/chat/completions", **fields: Any) -> Any:
-    body = {**CHAT, **fields} if path.endswith("chat/completions") else fields
-    return client.post(path, json=body)
-
-
-def streamed(client: TestClient, **fields: Any) -> list[dict[str, Any]]:
-    text = post(client, stream=True, **fields).text
-    parts = [part.removeprefix("data: ") for part in text.split("\n\n") if part]
-    assert parts[-1] == "[DONE]"
-    return [json.loads(part) for part in parts[:-1]]
-
-
-def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            if choice["index"] == index:
-                for key in ("content", "reasoning_content", "tool_calls"):
-                    message[key] += choice["delta"].get(key) or type(message[key])()
-                message["finish_reason"] = choice["finish_reason"]
-    return message
+    return partial(script, server, monkeypatch)
 
 
 def test_a_stream_adds_up_to_the_whole_answer(client: TestClient) -> None:
@@ -201,6 +157,10 @@ def test_a_picture_is_seen_by_data_url_alone(client: TestClient) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
@@ -218,8 +178,15 @@ def test_a_picture_is_seen_by_data_url_alone(client: TestClient) -> None:
         ({"max_tokens": 10**9}, 400, "messages"),
         ({"reasoning_effort": "medium"}, 400, "reasoning_effort"),
         ({"top_logprobs": 2}, 400, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, 501, "response_format"),
-        ({"tool_choice": "required", "tools": TOOLS}, 501, "tool_choice"),
+        ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"tool_choice": "always", "tools": TOOLS}, 400, "tool_choice"),
+        ({"tool_choice": named("write"), "tools": TOOLS}, 400, "tool_choice"),
+        ({"tools": [{"type": "retrieval"}]}, 400, "tools[0].type"),
+        ({"tools": [*TOOLS, {"type": "function"}]}, 400, "tools[1].function.name"),
+        ({"tools": [*TOOLS, *TOOLS]}, 400, "tools[1].function.name"),
+        ({"retries": 1, "temperature": 0}, 400, "retries"),
         ({"logit_bias": {"5": 1}}, 501, "logit_bias"),
     ],
 )

@@ -14,6 +14,11 @@ from baltoro.text.channels import IdParser
 from baltoro.text.reply import Delta, ToolCall, join
 from baltoro.text.vocabulary import Tokenizer
 
+# The problems after which a call is missing.
+LOSSES = frozenset(
+    {"call not closed", "call without a name", "json block is no object", "tools without a call"}
+)
+
 
 class StopStrings:
     """Ends a text before the first of some strings; holds back what may become one."""
@@ -59,11 +64,18 @@ class Answer:
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str  # stop, length, tool_calls, abort or error
     num_reasoning_tokens: int
+    problems: tuple[str, ...] = ()  # departures from the format, as the parser names them
+    is_cut: bool = False  # whether it was ended from outside: by a stop string, a limit, a fault
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing that a client could use."""
         return not self.content.strip() and not self.tool_calls
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the model came to its end and left nothing, or spoiled a call."""
+        return not self.is_cut and (self.is_empty or not LOSSES.isdisjoint(self.problems))
 
 
 class ChatReader:
@@ -112,7 +124,15 @@ class ChatReader:
             finish_reason = "tool_calls"
         elif self._parser.is_over and reason != "error":
             finish_reason = "stop"
-        return piece, Answer(reasoning, content, calls, finish_reason, self._num_reasoning_tokens)
+        return piece, Answer(
+            reasoning,
+            content,
+            calls,
+            finish_reason,
+            self._num_reasoning_tokens,
+            reply.problems,
+            is_cut=self._stop.is_met or not (reason == "stop" or self._parser.is_over),
+        )
 
     def _keep(self, delta: Delta, content: str) -> Delta:
         piece = Delta(delta.reasoning, content, delta.tool_calls, delta.retracts_reasoning)
@@ -142,7 +162,8 @@ class TextReader:
         rest = self._stop.feed(self._stream.end())
         piece = self._keep(rest + self._stop.end())
         finish_reason = "stop" if self._stop.is_met else str(reason)
-        return piece, Answer("", "".join(self._content), (), finish_reason, 0)
+        is_cut = self._stop.is_met or reason != "stop"
+        return piece, Answer("", "".join(self._content), (), finish_reason, 0, is_cut=is_cut)
 
     def _keep(self, content: str) -> Delta:
         self._content.append(content)

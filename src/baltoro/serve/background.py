@@ -91,6 +91,8 @@ class BackgroundEngine:
         def submit(engine: Engine) -> None:
             if self._is_draining:
                 raise EngineStopped("the server is shutting down")
+            if not self.is_alive:
+                raise EngineStopped("the engine has stopped")
             try:
                 for request, stream in zip(requests(engine), streams, strict=True):
                     stream.sequence = engine.submit(request)
@@ -146,10 +148,14 @@ class BackgroundEngine:
 
     def _send(self, sequence: Sequence, token: NewToken | None) -> None:
         stream = self._streams.get(sequence)
-        if stream is not None:
-            stream.put(Event(token, sequence.finish_reason))
-            if sequence.finish_reason is not None:
-                del self._streams[sequence]
+        if stream is None:
+            return
+        # of several tokens that one step gave, only the last ends the reply
+        is_last = token is None or token is sequence.new_tokens[-1]
+        reason = sequence.finish_reason if is_last else None
+        stream.put(Event(token, reason))
+        if reason is not None:
+            del self._streams[sequence]
 
     def _abort(self, streams: list[Stream]) -> None:
         for stream in streams:

@@ -9,15 +9,17 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from baltoro.model.config import VisionConfig
 from baltoro.serve.answer import Answer, ChatReader, TextReader
-from baltoro.serve.background import BackgroundEngine, Event, Stream
+from baltoro.serve.background import BackgroundEngine, EngineStopped, Event, Stream
 from baltoro.serve.engine import Engine
 from baltoro.serve.generate import image_features
+from baltoro.serve.grammar import Grammars
 from baltoro.serve.metrics import Metrics
 from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.protocol import (
@@ -30,12 +32,22 @@ from baltoro.serve.protocol import (
     new_id,
     usage,
 )
-from baltoro.serve.request import NewToken, Request
+from baltoro.serve.request import Grammar, Request
+from baltoro.serve.scheduler import Overloaded
 from baltoro.text.processor import Processor, Prompt
 from baltoro.text.reply import Delta
 
 Reader = ChatReader | TextReader
 JsonDict = dict[str, Any]
+
+
+class Piece(NamedTuple):
+    """What a choice goes on by."""
+
+    place: int  # of the choice
+    delta: Delta
+    logprob: JsonDict | None  # of the token, if asked for
+    answer: Answer | None  # with the last piece
 
 
 class Choices(ABC):
@@ -53,6 +65,7 @@ class Choices(ABC):
         metrics: Metrics,
         model_name: str,
         max_new_tokens: int,
+        grammars: Grammars,
     ) -> None:
         self.body = body
         self.processor = processor
@@ -61,6 +74,11 @@ class Choices(ABC):
         self._metrics = metrics
         self._model_name = model_name
         self._max_new_tokens = max_new_tokens
+        self._grammars = grammars
+        self._grammar: Grammar | None = None
+        self._seed = body.first_seed()
+        self._attempts = [0] * body.n
+        self._held: list[list[Piece]] = [[] for _ in range(body.n)]  # until a reply is good
         self._created = int(time.time())
         self._began = time.monotonic()
         self._streams: list[Stream] = []
@@ -73,6 +91,7 @@ class Choices(ABC):
     async def start(self, prompt: Prompt) -> None:
         """Queue the choices. Raises what the engine raises."""
         self._readers = [self.reader() for _ in range(self.body.n)]
+        self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
         self._streams = await self._background.submit(
             lambda engine: self._requests(engine, prompt), self.body.n
         )
@@ -86,8 +105,8 @@ class Choices(ABC):
         for index in range(self.body.n):
             for first in self.first_parts():
                 yield self._chunk(index, first, None)
-        async for index, token, delta, answer in self._pieces():
-            part = self.part(index, delta, token)
+        async for index, delta, logprob, answer in self._pieces():
+            part = self.part(index, delta, logprob)
             if part:
                 yield self._chunk(index, part, None)
             if answer is not None:
@@ -98,8 +117,8 @@ class Choices(ABC):
 
     async def whole(self) -> JsonDict:
         """The answer in one piece, with the content that the chunks add up to."""
-        async for index, token, delta, _ in self._pieces():
-            self.part(index, delta, token)
+        async for index, delta, logprob, _ in self._pieces():
+            self.part(index, delta, logprob)
         choices = []
         for index, answer in enumerate(self._answers):
             assert answer is not None
@@ -109,7 +128,10 @@ class Choices(ABC):
 
     @abstractmethod
     def prompt(self) -> Prompt:
-        """The prompt; `ValueError` for one that cannot be made. Takes long for pictures."""
+        """The prompt; `ValueError` for one that cannot be made, `FormError` for a grammar.
+
+        Takes long for pictures and large schemas.
+        """
 
     @abstractmethod
     def reader(self) -> Reader:
@@ -124,7 +146,7 @@ class Choices(ABC):
         """What a choice's chunks begin with."""
 
     @abstractmethod
-    def part(self, index: int, delta: Delta, token: NewToken | None) -> JsonDict:
+    def part(self, index: int, delta: Delta, logprob: JsonDict | None) -> JsonDict:
         """A chunk's part of a choice; empty if there is nothing to send."""
 
     @abstractmethod
@@ -135,56 +157,85 @@ class Choices(ABC):
     def choice(self, index: int, answer: Answer) -> JsonDict:
         """A whole choice without index and finish reason."""
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, NewToken | None, Delta, Answer | None]]:
+    async def _pieces(self) -> AsyncIterator[Piece]:
         """Deltas of all choices as they come; the last of each with its answer."""
-        merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        merged: asyncio.Queue[tuple[int, Stream, Event]] = asyncio.Queue()
+        tasks: list[asyncio.Task[None]] = []
 
         async def forward(index: int, stream: Stream) -> None:
             async for event in stream.events():
-                await merged.put((index, event))
+                await merged.put((index, stream, event))
 
-        tasks = [
-            asyncio.create_task(forward(index, stream))
-            for index, stream in enumerate(self._streams)
-        ]
+        def follow(index: int) -> None:
+            tasks.append(asyncio.create_task(forward(index, self._streams[index])))
+
+        for index in range(self.body.n):
+            follow(index)
         try:
             while any(answer is None for answer in self._answers):
-                index, event = await merged.get()
-                if self._answers[index] is not None:
+                index, stream, event = await merged.get()
+                if self._answers[index] is not None or stream is not self._streams[index]:
                     continue  # it ran a little beyond a stop string
                 if event.finish_reason == "error":
                     raise ApiError(500, "the engine could not go on with this reply")
-                if event.token is not None:
-                    async for piece in self._take(index, event):
-                        yield piece
+                if event.token is None:
+                    continue
+                pieces = self._take(index, event)
+                answer = pieces[-1].answer
+                if self._attempts[index] < self.body.retries:
+                    self._held[index] += pieces
+                    if answer is None:
+                        continue
+                    if answer.is_lost:
+                        await self._retry(index)
+                        follow(index)
+                        continue
+                    pieces, self._held[index] = self._held[index], []
+                self._answers[index] = answer
+                for piece in pieces:
+                    yield piece
         finally:
             for task in tasks:
                 task.cancel()
             self.cancel()
 
-    async def _take(
-        self, index: int, event: Event
-    ) -> AsyncIterator[tuple[int, NewToken | None, Delta, Answer | None]]:
+    async def _retry(self, index: int) -> None:
+        """Throw a reply away and queue another one, under a seed of its own."""
+        self._attempts[index] += 1
+        self._metrics.num_retried += 1
+        self._readers[index] = self.reader()
+        self._num_tokens[index] = 0
+        self._held[index].clear()
+        self._logprobs[index].clear()
+        old = self._streams[index].sequence
+        assert old is not None
+        seed = old.request.seed + self.body.n
+        again = [replace(old.request, seed=seed)]
+        try:
+            (self._streams[index],) = await self._background.submit(lambda _: again, 1)
+        except (Overloaded, EngineStopped) as error:
+            raise ApiError(503, str(error), code="unavailable", retry_after=5) from None
+
+    def _take(self, index: int, event: Event) -> list[Piece]:
+        """What a token adds; if it is the last one, the last piece has the answer."""
         reader, token = self._readers[index], event.token
         assert token is not None
         self._count(index)
+        logprob = None
         if self.num_logprobs() is not None:
-            self._logprobs[index].append(logprob_entry(self.processor.tokenizer, token))
-        yield index, token, reader.feed(token.id), None
+            logprob = logprob_entry(self.processor.tokenizer, token)
+            self._logprobs[index].append(logprob)
+        pieces = [Piece(index, reader.feed(token.id), logprob, None)]
         if event.finish_reason is None and not reader.is_over:
-            return
+            return pieces
         delta, answer = reader.finish(event.finish_reason or "stop")
-        self._answers[index] = answer
-        self._metrics.finished[answer.finish_reason] += 1
-        self._metrics.num_empty += answer.is_empty
-        self._metrics.observe("vllm:request_generation_tokens", self._num_tokens[index])
-        self._metrics.observe("vllm:e2e_request_latency_seconds", time.monotonic() - self._began)
+        self._metrics.finish(answer, self._num_tokens[index], time.monotonic() - self._began)
         if event.finish_reason is None:
             self._background.cancel([self._streams[index]])
-        yield index, None, delta, answer
+        return [*pieces, Piece(index, delta, None, answer)]
 
     def _count(self, index: int) -> None:
-        if not self._num_tokens[index]:
+        if not self._num_tokens[index] and not self._attempts[index]:
             since = time.monotonic() - self._began
             self._metrics.observe("vllm:time_to_first_token_seconds", since)
         self._num_tokens[index] += 1
@@ -197,7 +248,6 @@ class Choices(ABC):
         asked = getattr(body, "max_completion_tokens", None) or body.max_tokens
         features = image_features(engine.model, prompt)
         media = _media(prompt, config.vision)
-        self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
         return [
             Request(
                 request_id=self.id,
@@ -205,13 +255,14 @@ class Choices(ABC):
                 max_new_tokens=asked or max(1, min(left, max_new)),
                 sampling=body.sampling,
                 penalties=body.penalties,
-                seed=body.first_seed() + index,
+                seed=self._seed + index,
                 stop_ids=frozenset(self.processor.tokenizer.stop_ids),
                 num_logprobs=self.num_logprobs() or 0,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 media=media,
                 image_features=features,
+                grammar=self._grammar,
             )
             for index in range(body.n)
         ]
@@ -238,26 +289,25 @@ class ChatChoices(Choices):
     kind, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    @property
-    def thinking(self) -> bool:
-        """Whether the reply begins with reasoning."""
-        return self.body.reasoning_effort != "none"
-
     def prompt(self) -> Prompt:
         body = self.body
+        form = body.form()
+        if form is not None:
+            self._grammar = self._grammars.compile(form)
         return self.processor.prompt(
             body.messages,
             body.tools,
-            thinking=self.thinking,
-            thinking_effort=(body.reasoning_effort or "max") if self.thinking else None,
+            thinking=body.thinking,
+            thinking_effort=(body.reasoning_effort or "max") if body.thinking else None,
             tool_choice=body.tool_choice,
+            response_format=body.response_format,
         )
 
     def reader(self) -> Reader:
         has_tools = bool(self.body.tools) and self.body.tool_choice != "none"
         return ChatReader(
             self.processor.tokenizer,
-            thinking=self.thinking,
+            thinking=self.body.thinking,
             has_tools=has_tools,
             stop=self.body.stop_strings,
         )
@@ -268,11 +318,11 @@ class ChatChoices(Choices):
     def first_parts(self) -> list[JsonDict]:
         return [{"delta": {"role": "assistant", "content": ""}}]
 
-    def part(self, index: int, delta: Delta, token: NewToken | None) -> JsonDict:
+    def part(self, index: int, delta: Delta, logprob: JsonDict | None) -> JsonDict:
         call_ids = self._call_ids[index]
         fields = chat_delta(delta, len(call_ids), call_ids)
-        if self.body.logprobs and token is not None:
-            return {"delta": fields, "logprobs": {"content": self._logprobs[index][-1:]}}
+        if logprob is not None:
+            return {"delta": fields, "logprobs": {"content": [logprob]}}
         return {"delta": fields} if fields else {}
 
     def last_part(self) -> JsonDict:
@@ -304,9 +354,9 @@ class TextChoices(Choices):
     def first_parts(self) -> list[JsonDict]:
         return []
 
-    def part(self, index: int, delta: Delta, token: NewToken | None) -> JsonDict:
-        if self.body.logprobs is not None and token is not None:
-            return {"text": delta.content, "logprobs": _columns(self._logprobs[index][-1:])}
+    def part(self, index: int, delta: Delta, logprob: JsonDict | None) -> JsonDict:
+        if logprob is not None:
+            return {"text": delta.content, "logprobs": _columns([logprob])}
         return {"text": delta.content, "logprobs": None} if delta.content else {}
 
     def last_part(self) -> JsonDict:

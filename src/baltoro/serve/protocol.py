@@ -1,7 +1,9 @@
 """OpenAI's requests as we read them, and its answers as we write them. No engine here.
 
-What we cannot honour is refused with a name, never ignored: constrained output (`response_format`,
-strict tools, a forced tool) and the fields of `UNSUPPORTED`. Fields we do not know are ignored.
+What we cannot honour is refused with a name, never ignored (`UNSUPPORTED`). Fields we do not know
+are ignored. `ChatBody.form` says when a reply is bound by a grammar. Ours beside OpenAI's are
+`top_k`, `min_p`, `repetition_penalty`, `priority`, `cache_salt`, `retries`: so many times a reply
+that is empty or has lost a call is thrown away and drawn again; a stream then waits for a good one.
 """
 
 import json
@@ -12,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from baltoro.serve.answer import Answer
+from baltoro.serve.form import Form, Tool
 from baltoro.serve.request import NewToken
 from baltoro.serve.sampling import Penalties, Sampling
 from baltoro.text.reply import Delta
@@ -30,6 +33,7 @@ UNSUPPORTED = (
     "echo",
 )
 MAX_CHOICES = 64
+MAX_RETRIES = 5
 MAX_MESSAGE = 1000  # characters of an error
 
 
@@ -91,6 +95,13 @@ class _Body(BaseModel):
     stop: str | list[str] | None = None
     priority: int = Field(0, ge=-100, le=100)
     cache_salt: str = ""
+    retries: int = Field(0, ge=0, le=MAX_RETRIES)
+
+    def check(self) -> None:
+        """Raise `ApiError` for what is well-formed and cannot be served."""
+        if self.retries and self.temperature == 0.0:
+            message = "retries: at temperature 0 a second reply would be the first; raise it"
+            raise ApiError(400, message, param="retries")
 
     @property
     def sampling(self) -> Sampling:
@@ -129,45 +140,110 @@ class ChatBody(_Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
+    @property
+    def thinking(self) -> bool:
+        """Whether the reply begins with reasoning."""
+        return self.reasoning_effort != "none"
+
     def check(self) -> None:
         """Raise `ApiError` for what is well-formed and cannot be served."""
+        super().check()
         if self.reasoning_effort not in (None, *EFFORTS):
             raise ApiError(
                 400,
                 f"reasoning_effort={self.reasoning_effort!r}: use one of {', '.join(EFFORTS)}",
                 param="reasoning_effort",
             )
-        if self.response_format and self.response_format.get("type") != "text":
-            raise ApiError(
-                501,
-                "response_format: constrained output is not available; leave it out",
-                param="response_format",
-                code="unsupported",
-            )
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ApiError(
-                501,
-                "tool_choice: a call cannot be forced; use 'auto' or 'none'",
-                param="tool_choice",
-                code="unsupported",
-            )
-        for number, tool in enumerate(self.tools or ()):
-            function = tool.get("function")
-            if isinstance(function, Mapping) and function.get("strict"):
-                raise ApiError(
-                    501,
-                    f"tools[{number}].function.strict: constrained output is not available",
-                    param=f"tools[{number}].function.strict",
-                    code="unsupported",
-                )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
         self._check_tool_results()
+        self.form()
+
+    def form(self) -> Form | None:
+        """How the reply is bound, if it is: by a response format, a forced or single call, or a
+        strict tool. The schema of a tool that is not strict then holds as far as it can.
+
+        Raises `ApiError` for a format, tools or a choice among them that cannot be.
+        """
+        has_schema, schema = self._response_schema()
+        tools = self._declared_tools()
+        choice = self._chosen_tool([tool.name for tool in tools])
+        if choice == "none":
+            tools = []
+        elif choice == "named":
+            tools = [tool for tool in tools if tool.name == self.tool_choice["function"]["name"]]
+        is_forced = choice in ("required", "named")
+        is_single = choice == "named" or self.parallel_tool_calls is False
+        is_bound = is_forced or any(tool.is_strict for tool in tools)
+        if not (has_schema or is_bound or (tools and is_single)):
+            return None
+        return Form(
+            thinking=self.thinking,
+            has_schema=has_schema,
+            schema=schema,
+            tools=tuple(tools),
+            calls="forced" if is_forced else "allowed",
+            is_single=is_single,
+        )
+
+    def _response_schema(self) -> tuple[bool, Any]:
+        """Whether the response must be JSON, and its schema."""
+        asked = self.response_format or {"type": "text"}
+        kind = asked.get("type")
+        if kind not in ("text", "json_object", "json_schema"):
+            raise _refused(
+                "response_format.type", f"{kind!r} is not one of text, json_object, json_schema"
+            )
+        if kind != "json_schema":
+            return kind == "json_object", {"type": "object"}
+        outer = asked.get("json_schema")
+        schema = outer.get("schema") if isinstance(outer, Mapping) else None
+        if not isinstance(schema, (Mapping, bool)):
+            raise _refused("response_format.json_schema.schema", "must be a JSON schema")
+        return True, schema
+
+    def _declared_tools(self) -> list[Tool]:
+        tools: list[Tool] = []
+        for number, tool in enumerate(self.tools or ()):
+            where = f"tools[{number}]"
+            if tool.get("type") != "function":
+                raise _refused(f"{where}.type", f"{tool.get('type')!r} is not 'function'")
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+                raise _refused(f"{where}.function.name", "a name is needed")
+            if name in [other.name for other in tools]:
+                raise _refused(f"{where}.function.name", f"{name!r} is declared twice")
+            parameters = function.get("parameters")
+            if not isinstance(parameters, (Mapping, type(None))):
+                raise _refused(f"{where}.function.parameters", "must be a JSON schema")
+            is_strict = bool(function.get("strict"))
+            tools.append(Tool(name, parameters, is_strict, f"{where}.function.parameters"))
+        return tools
+
+    def _chosen_tool(self, names: list[str]) -> str:
+        """none, auto, required or named."""
+        choice = "auto" if self.tool_choice is None else self.tool_choice
+        if choice in ("none", "auto"):
+            return str(choice)
+        if choice == "required":
+            if not names:
+                raise _refused("tool_choice", "'required' needs tools")
+            return "required"
+        function = choice.get("function") if isinstance(choice, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise _refused(
+                "tool_choice", "must be 'none', 'auto', 'required' or a function by its name"
+            )
+        if function.get("name") not in names:
+            raise _refused("tool_choice", f"{function.get('name')!r} is not among the tools")
+        return "named"
 
     def _check_tool_results(self) -> None:
         known: set[str] = set()
@@ -197,6 +273,10 @@ class TokenizeBody(BaseModel):
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+
+
+def _refused(param: str, message: str) -> ApiError:
+    return ApiError(400, f"{param}: {message}", param=param)
 
 
 def refuse_unsupported(data: Mapping[str, Any]) -> None:

@@ -28,7 +28,9 @@ from starlette.exceptions import HTTPException
 from baltoro.serve.background import BackgroundEngine, EngineStopped
 from baltoro.serve.choices import ChatChoices, Choices, TextChoices
 from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.form import FormError
 from baltoro.serve.generate import Dtype, load_for_text
+from baltoro.serve.grammar import Grammars
 from baltoro.serve.metrics import Metrics
 from baltoro.serve.protocol import (
     ApiError,
@@ -63,13 +65,14 @@ class Server:
         self.config = config
         self.processor = processor
         self.metrics = Metrics()
+        self.grammars = Grammars(processor.tokenizer)
         self.background = BackgroundEngine(engine)
 
     async def complete(self, request: Request, kind: type[Choices], body_type: type[B]) -> Response:
         """Serve a completion, streamed or whole."""
         self._authorise(request)
         body = await self._body(request, body_type)
-        if isinstance(body, ChatBody):
+        if isinstance(body, ChatBody | CompletionBody):
             body.check()
         choices = kind(
             body,  # type: ignore[arg-type]
@@ -78,6 +81,7 @@ class Server:
             self.metrics,
             self.config.model_name,
             self.config.max_new_tokens,
+            self.grammars,
         )
         try:
             prompt = await asyncio.to_thread(choices.prompt)
@@ -89,6 +93,9 @@ class Server:
         except EngineStopped as error:
             self.metrics.rejected["stopped"] += 1
             raise ApiError(503, str(error), code="unavailable", retry_after=5) from None
+        except FormError as error:
+            self.metrics.rejected["invalid"] += 1
+            raise ApiError(400, str(error), param=error.field, code="invalid_schema") from None
         except ValueError as error:
             self.metrics.rejected["invalid"] += 1
             param = "prompt" if isinstance(body, CompletionBody) else "messages"
