@@ -10,7 +10,7 @@ from rich.console import Console
 
 from baltoro import config as plain
 from baltoro.config import replace
-from baltoro.model.config import ImplConfig
+from baltoro.model.config import ImplConfig, ModelConfig
 from baltoro.model.counts import parameter_counts
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
@@ -27,8 +27,6 @@ from baltoro.train.pretrain import pretrain
 from baltoro.train.samples import PicturePrompt, Sample
 
 Schedule = Literal["cosine", "wsd"]
-# bf16 on an NVIDIA GPU
-GPU_IMPL = ImplConfig(kda="triton", attention="flash", moe="grouped")
 PROMPTS = ("The ", "Once upon a time", "def ")
 
 
@@ -48,7 +46,7 @@ def pretrain_config(
     horizon = rung.num_tokens if num_tokens is None else num_tokens
     model = dataclasses.replace(preset(rung.preset), num_mtp_layers=rung.num_mtp_layers)
     if is_gpu:
-        model = dataclasses.replace(model, impl=GPU_IMPL)
+        model = dataclasses.replace(model, impl=gpu_impl(model))
     num_active = parameter_counts(model).active
     batch = ladder.tokens_per_step(num_active, horizon, rung.seq_len)
     peak = ladder.peak_learning_rate(num_active, horizon)
@@ -69,9 +67,15 @@ def pretrain_config(
         schedule=ScheduleConfig(
             kind=schedule, num_steps=num_steps, peak=peak, floor=peak / 10, warmup_fraction=0.01
         ),
-        step=StepConfig(qk_clip_every=10 if is_gpu else 5),
+        step=StepConfig(qk_clip_every=10 if is_gpu else 5, recompute=rung.recompute),
         run=RunConfig(eval_every=look_up, save_every=look_up),
     )
+
+
+def gpu_impl(model: ModelConfig) -> ImplConfig:
+    """The operators of a bf16 run on an NVIDIA GPU: kernels wherever they serve its head width."""
+    kda = "triton" if model.kda.head_dim in (64, 128) else "torch"
+    return dataclasses.replace(ImplConfig.all("triton"), kda=kda, attention="flash")
 
 
 def train(
@@ -85,7 +89,7 @@ def train(
     resume: bool = True,
     overrides: Mapping[str, object],
 ) -> None:
-    """Pretrain a model of SIZE (nano, mini, small) on a data folder; continue it if it was begun.
+    """Pretrain SIZE (nano, mini, small, base) on a data folder; continue a run that was begun.
 
     A path of the configuration is an option too: --schedule.peak 1e-3, --run.eval_every 50. They
     are for a try; RUN/config.json records them. `baltoro recipes` prints what a size fixes.
