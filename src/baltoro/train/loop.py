@@ -20,6 +20,7 @@ data's cursor: a run that is killed, also between going back and its next checkp
 does what it would have done.
 """
 
+import errno
 import math
 import signal
 import time
@@ -29,6 +30,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+
+from safetensors import SafetensorError
 
 from baltoro.data.pack import PackedBatch
 from baltoro.model.model import Model
@@ -45,6 +48,7 @@ from baltoro.train.samples import Sample
 from baltoro.train.state import load_state, save_state
 from baltoro.train.step import StepResult, train_step
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FIRST_PROFILE = 5  # the step whose share of products is measured first: caches are warm by then
 
 
@@ -102,9 +106,19 @@ def stop_on_signals() -> Iterator[StopRequest]:
 def run_loop(training: Training) -> bool:
     """Train to the end of the schedule; returns False if a signal ended it before, state saved.
 
-    Raises `ValueError` when the weights or so many steps in a row are not finite, or after too many
-    spikes in a row; the last good checkpoint stays.
+    Raises `ValueError` when the weights or so many steps in a row are not finite, after too many
+    spikes in a row, and when the folder can no longer be written, as on a full disk. The last good
+    checkpoint stays.
     """
+    try:
+        return _run(training)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise ValueError(_unwritten(training, error)) from error
+
+
+def _run(training: Training) -> bool:
     learner, schedule, run = training.learner, training.config.schedule, training.config.run
     is_eval_due = is_save_due = False
     with stop_on_signals() as request:
@@ -248,16 +262,19 @@ def _write(training: Training, result: StepResult, *, is_timed: bool) -> None:
 
 
 def _save(training: Training) -> Path:
-    path = save_state(
-        training.folder,
-        training.learner,
-        training.source,
-        digest=training.digest,
-        seconds=training.seconds,
-        recent_losses=tuple(training.watch.losses),
-    )
+    try:
+        path = save_state(
+            training.folder,
+            training.learner,
+            training.source,
+            digest=training.digest,
+            seconds=training.seconds,
+            recent_losses=tuple(training.watch.losses),
+        )
+        training.folder.point("latest", training.learner.num_steps)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(_unwritten(training, error)) from error
     training.num_rewinds = 0
-    training.folder.point("latest", training.learner.num_steps)
     return path
 
 
@@ -293,10 +310,22 @@ def _log_alarm(training: Training, name: str, where: str, step: int, message: st
 
 
 def _diverged(training: Training, what: str) -> str:
-    steps = training.folder.steps()
-    last = training.folder.checkpoint(steps[-1]) if steps else None
-    kept = f"the last good checkpoint is {last}" if last else "no checkpoint was written yet"
     return (
-        f"step {training.learner.num_steps}: {what}; {kept}; lower --schedule.peak "
+        f"step {training.learner.num_steps}: {what}; {_kept(training)}; lower --schedule.peak "
         f"({training.config.schedule.peak:g}) in a new run"
     )
+
+
+def _unwritten(training: Training, error: Exception) -> str:
+    return (
+        f"step {training.learner.num_steps}: {training.folder.path} could not be written "
+        f"({error}); {_kept(training)}; make room on that disk and give the same command again: it "
+        "continues from there"
+    )
+
+
+def _kept(training: Training) -> str:
+    steps = training.folder.steps()
+    if not steps:
+        return "no checkpoint was written yet"
+    return f"the last good checkpoint is {training.folder.checkpoint(steps[-1])}"

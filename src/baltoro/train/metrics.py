@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,18 +35,33 @@ class MetricsLog:
     """Appends to the files of a run."""
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
-        """`tensorboard` is a folder for its events; it is used if the package is there."""
-        self._file = path.open("a", encoding="utf-8")
+        """`tensorboard` is a folder for its events; it is used if the package is there.
+
+        A last line that a kill cut short is taken out of the file first.
+        """
+        if path.exists():
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self._file = path.open("ab", buffering=0)
         self._board: Any = None
         if tensorboard is not None and importlib.util.find_spec("tensorboard") is not None:
             writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
             self._board = writer(str(tensorboard))
 
     def write(self, kind: str, step: int, values: Mapping[str, Value]) -> None:
-        """One line, on disk when this returns as far as the system's cache."""
+        """One line, on disk when this returns as far as the system's cache.
+
+        Raises `OSError` on a full disk; no part of the line is left then.
+        """
         line = {"kind": kind, "step": step} | dict(values)
-        self._file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
-        self._file.flush()
+        text = (json.dumps(_finite(line), allow_nan=False) + "\n").encode()
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            written = 0
+            while written < len(text):
+                written += self._file.write(text[written:])
+        except OSError:
+            self._file.truncate(end)
+            raise
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
