@@ -56,6 +56,21 @@ def test_every_verb_is_a_documented_function():
         assert cli.load_verb(name).__doc__, name
 
 
+def test_a_verb_without_its_extra_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "needy.py").write_text("import a_package_of_serve\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(cli.VERBS, "serve", ("needy:verb", "for these tests"))
+    code, _, err = run("serve", "somewhere", capsys=capsys)
+    assert code == 2 and "Traceback" not in err
+    assert "a_package_of_serve" in err and "pip install 'baltoro[serve]'" in err
+
+
+def test_a_module_of_ours_that_is_missing_is_our_mistake(monkeypatch):
+    monkeypatch.setitem(cli.VERBS, "serve", ("baltoro.serve.nowhere:verb", "for these tests"))
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["serve"])
+
+
 def test_required_parameters_are_positional_and_the_rest_are_options():
     assert cli.main(["verb", "a", "b", "--prompt", "x", "--images", "c", "d"]) == 0
     assert calls == [(Path("a"), Path("b"), "x", (Path("c"), Path("d")), 0)]

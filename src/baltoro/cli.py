@@ -36,6 +36,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "sandbox": ("baltoro.sandbox.cli:main", "install, test and use sandboxes"),
 }
 
+# verbs whose modules need packages that a plain installation leaves out
+EXTRAS = {"serve": "serve"}
+
 USAGE = """\
 usage: baltoro VERB [ARGUMENTS] [--option VALUE ...]
        baltoro VERB --help
@@ -81,9 +84,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_verb(verb: str) -> Verb:
-    """Import and return the function behind `verb`, a key of `VERBS`."""
-    module, _, function = VERBS[verb][0].partition(":")
-    return typing.cast(Verb, getattr(importlib.import_module(module), function))
+    """Import and return the function behind `verb`, a key of `VERBS`.
+
+    Raises `ValueError`, with the command that helps, if a package of its extra is not installed.
+    """
+    name, _, function = VERBS[verb][0].partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if verb not in EXTRAS or str(error.name).partition(".")[0] == "baltoro":
+            raise
+        raise ValueError(
+            f"{verb}: needs the package {error.name}; install it with "
+            f"`pip install 'baltoro[{EXTRAS[verb]}]'`"
+        ) from error
+    return typing.cast(Verb, getattr(module, function))
 
 
 def _dispatch(args: list[str]) -> int:
