@@ -17,6 +17,7 @@ from baltoro.optim.balancing import (
     auxiliary_loss,
     max_vio,
 )
+from baltoro.optim.router_health import router_alarms
 
 E, K = 16, 3
 LAYERS = ("layers.1", "layers.2")
@@ -319,6 +320,27 @@ def test_a_range_that_follows_the_bias_serves_biases_far_from_zero() -> None:
         report = balancer.update()
     assert report["layer"].max_vio < 0.2
     assert bias.abs().max() < 2.0
+
+
+@pytest.mark.parametrize("make", [QuantileBalancer, SignBalancer])
+def test_equal_scores_go_to_the_lowest_ids_and_are_counted_and_named_there(make: type) -> None:
+    # case Q01
+    named = {"layer": torch.zeros(8)}
+    balancer = make(named, num_experts_per_token=2)
+    routing = route(
+        torch.zeros(128, 8),
+        named["layer"],
+        num_experts_per_token=2,
+        activation="sigmoid",
+        renormalize=True,
+        scaling_factor=1.0,
+    )
+    balancer.observe("layer", routing.scores, phase="train")
+    report = balancer.update()["layer"]
+    assert report.loads.tolist() == routing.expert_ids.flatten().bincount(minlength=8).tolist()
+    assert report.loads.tolist() == [128, 128, 0, 0, 0, 0, 0, 0]
+    (dead,) = router_alarms("layer", report, router_grad_norm=1.0)
+    assert dead.name == "dead_experts" and dead.message.startswith("6 of 8")
 
 
 def test_the_auxiliary_loss_is_one_when_even_and_pushes_scores_towards_it() -> None:

@@ -104,6 +104,23 @@ def test_the_weights_beside_it_are_an_official_checkpoint(tmp_path):
         assert torch.equal(tensor, model.state_dict()[name]), name
 
 
+def test_router_biases_stay_fp32_to_the_bit_in_a_bf16_run_and_its_export(tmp_path):
+    # case Q08
+    learner, source = learner_of(dtype=torch.bfloat16), TinySource()
+    advance(learner, source, 2)
+    with open_run(tmp_path) as folder:
+        path = saved(folder, learner, source)
+    again = learner_of(seed=5, dtype=torch.bfloat16)
+    load_state(path, again, TinySource(), digest="d")
+    exported = load(path / MODEL).state_dict()
+    for layer, bias in learner.balancer.biases.items():
+        assert bias.dtype == torch.float32 and bias.count_nonzero() > 0
+        assert not torch.equal(bias, bias.bfloat16().float())
+        assert torch.equal(bias, again.balancer.biases[layer])
+        name = f"{layer}.block_sparse_moe.gate.expert_bias"
+        assert exported[name].dtype == torch.float32 and torch.equal(bias, exported[name])
+
+
 def test_another_configuration_data_or_version_is_refused(tmp_path):
     learner, source = learner_of(), TinySource()
     with open_run(tmp_path) as folder:
