@@ -57,7 +57,7 @@ class Measured:
         self.calls.append((trial.arm.name, trial.seed))
         worse = 0.5 if trial.arm.name == "old" else 0.0
         size = trial.config.model.hidden_size
-        return {"loss": 1.0 + worse + 0.01 * trial.seed, "size": size, "bad": math.nan}
+        return {"loss": 1.0 + worse + 0.01 * trial.seed, "size": float(size), "bad": math.nan}
 
 
 def anchor(measure: Measured, name: str = "T1") -> Anchor:
@@ -96,6 +96,7 @@ def test_every_arm_runs_with_every_seed_and_its_own_configuration(data, tmp_path
     content = json.loads((tmp_path / "T1.json").read_text())
     assert [numbers["size"] for numbers in content["arms"]["new"]["numbers"]] == [32.0] * 3
     assert content["arms"]["old"]["numbers"][0]["size"] == 64.0
+    assert content["arms"]["old"]["summary"]["loss"] == pytest.approx({"mean": 1.51, "std": 0.01})
     assert content["arms"]["old"]["numbers"][0]["bad"] is None
     assert content["verdict"] == "holds" and content["num_steps"] == 4
 

@@ -139,7 +139,7 @@ RESIDUALS = Study(
         Arm(name="full", what="attention residuals over single layers", changes={_BLOCK: 1}),
     ),
     num_steps=300,
-    seconds=900.0,
+    seconds=950.0,
     base=nano_config,
     measure=measure_residuals,
 )

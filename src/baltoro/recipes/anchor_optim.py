@@ -281,7 +281,7 @@ MUON = Study(
         ),
     ),
     num_steps=120,
-    seconds=200.0,
+    seconds=220.0,
     base=short_config,
     measure=measure_loss,
 )

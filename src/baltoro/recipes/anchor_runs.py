@@ -2,8 +2,9 @@
 
     OUT/STUDY/ARM.SEED.json    one arm with one seed; written whole, by the process that measured it
 
-A comparison that was killed goes on with the pairs that have no file. A worker ends with the
-process that started it, however that ends.
+A comparison that was killed goes on with the pairs that have no file. A file says of which
+configuration and data it is, not of which version of this code: after a change of the code give
+another OUT. A worker ends with the process that started it, however that ends.
 """
 
 import fcntl

@@ -238,6 +238,7 @@ def _record(
         "arms": {
             arm.name: {
                 "what": arm.what,
+                "summary": _summary(anchor, results[arm.name]),
                 "numbers": [json_numbers(numbers) for numbers in results[arm.name]],
             }
             for arm in anchor.study.arms
@@ -245,10 +246,20 @@ def _record(
     }
 
 
+def _summary(anchor: Anchor, trials: Sequence[Numbers]) -> dict[str, Any]:
+    """Mean and standard deviation of the numbers in the table."""
+    found: dict[str, Any] = {}
+    for column in anchor.columns:
+        items = [numbers[column] for numbers in trials]
+        scalars = [item for item in items if isinstance(item, float)]
+        if len(scalars) == len(items):
+            mean, deviation = spread(scalars)
+            found[column] = json_numbers({"mean": mean, "std": deviation})
+    return found
+
+
 def _cell(trials: Sequence[Numbers], column: str) -> str:
     """Mean and standard deviation of a number; of a list, the means of its entries."""
-    if column not in trials[0]:
-        return ""
     found = [numbers[column] for numbers in trials]
     if isinstance(found[0], list):
         rows = [item for item in found if isinstance(item, list)]
