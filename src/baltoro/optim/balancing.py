@@ -86,15 +86,36 @@ class StepCounts:
         """Sum over ranks; every rank calls it, with or without tokens of its own."""
         self.flat.copy_(all_reduce(self.flat))
 
-    def report(self, drifts: Mapping[str, Tensor]) -> dict[str, LayerBalance]:
-        """Counts and the largest bias changes as plain numbers, in one transfer per kind."""
-        loads = torch.cat(list(self.loads.values())).cpu().long()
-        tokens = torch.stack(list(self.num_tokens.values())).tolist()
-        drift = torch.stack([drifts[layer] for layer in self.loads]).tolist()
-        parts = loads.split([len(part) for part in self.loads.values()])
+    def report(
+        self, drifts: Mapping[str, Tensor], missing: Mapping[str, Tensor] | None = None
+    ) -> dict[str, LayerBalance]:
+        """Counts and the largest bias changes as plain numbers, in one transfer.
+
+        `missing` counts the margins of each layer that fell into no bin; raises `ValueError` if
+        there are any.
+        """
+        layers = list(self.loads)
+        per_layer = [self.num_tokens, drifts] + ([] if missing is None else [missing])
+        columns = [torch.stack([values[layer] for layer in layers]) for values in per_layer]
+        # fp64 holds the counts, which are int32, and the changes, which are fp32
+        flat = torch.cat([part.double() for part in (*self.loads.values(), *columns)]).cpu()
+        sizes = [len(part) for part in self.loads.values()]
+        *loads, numbers = flat.split([*sizes, len(layers) * len(columns)])
+        tokens, changes, *rest = numbers.view(len(columns), -1).tolist()
+        bad = {
+            layer: int(count)
+            for column in rest
+            for layer, count in zip(layers, column, strict=True)
+            if count
+        }
+        if bad:
+            raise ValueError(
+                f"router scores were NaN or outside [0, 1], by layer: {bad}; "
+                "give scores before the bias, and stop on NaN"
+            )
         return {
-            layer: LayerBalance(loads=part, num_tokens=count, bias_drift=change)
-            for layer, part, count, change in zip(self.loads, parts, tokens, drift, strict=True)
+            layer: LayerBalance(loads=part.long(), num_tokens=int(count), bias_drift=change)
+            for layer, part, count, change in zip(layers, loads, tokens, changes, strict=True)
         }
 
 
@@ -159,35 +180,24 @@ class QuantileBalancer:
         """
         counts = self.counts
         counts.reduce(self.all_reduce)
-        missing = torch.stack(
-            [
-                (counts.num_tokens[layer] - histogram.sum(1)).sum()
-                for layer, histogram in counts.histograms.items()
-            ]
-        ).tolist()
-        bad = {
-            layer: count for layer, count in zip(counts.histograms, missing, strict=True) if count
-        }
-        if bad:
-            self.discard()
-            raise ValueError(
-                f"router scores were NaN or outside [0, 1], by layer: {bad}; "
-                "give scores before the bias, and stop on NaN"
-            )
-        drifts = {}
+        new, drifts, missing = {}, {}, {}
         for layer, bias in self.biases.items():
-            new = histogram_bias(
-                counts.histograms[layer],
+            histogram = counts.histograms[layer]
+            missing[layer] = (counts.num_tokens[layer] - histogram.sum(1)).sum()
+            new[layer] = histogram_bias(
+                histogram,
                 counts.num_tokens[layer],
                 bias,
                 num_experts_per_token=self.top_k,
                 impl=self.impl,
-            )
-            new = new.lerp(bias, self.ema)
-            drifts[layer] = (new - bias).abs().max()
-            bias.copy_(new)
-        report = counts.report(drifts)
-        self.discard()
+            ).lerp(bias, self.ema)
+            drifts[layer] = (new[layer] - bias).abs().max()
+        try:
+            report = counts.report(drifts, missing)
+        finally:
+            self.discard()
+        for layer, bias in self.biases.items():
+            bias.copy_(new[layer])
         return report
 
     def discard(self) -> None:

@@ -96,20 +96,24 @@ def train_step(
         parameter.grad for parameter in optimizer.parameters.values() if parameter.grad is not None
     ]
     router_norms = _router_grad_norms(learner)
-    grad_norm = float(clip_grad_norm_(gradients, max_norm=config.grad_clip))
+    total_norm = clip_grad_norm_(gradients, max_norm=config.grad_clip)
+    # the step waits for the device here, and once more in each of QK-Clip and balancing
+    loss, mtp_loss, aux_loss, grad_norm, *norms = _to_host(
+        [sums.loss, sums.mtp_loss, sums.aux_loss, total_norm, *router_norms.values()], device
+    )
     numbers = {
-        "train/loss": float(sums.loss),
+        "train/loss": loss,
         "train/grad_norm": grad_norm,
         "train/lr": lr,
         "train/tokens": total_weight,
     }
     if model.config.num_mtp_layers:
-        numbers["train/mtp_loss"] = float(sums.mtp_loss)
+        numbers["train/mtp_loss"] = mtp_loss
     if learner.balancer is not None and config.balancing == "aux":
-        numbers["router/aux_loss"] = float(sums.aux_loss)
+        numbers["router/aux_loss"] = aux_loss
     learner.num_steps += 1
-    is_finite = math.isfinite(numbers["train/loss"]) and math.isfinite(grad_norm)
-    is_spike = is_finite and numbers["train/loss"] > max_loss
+    is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+    is_spike = is_finite and loss > max_loss
     if is_spike or not is_finite:
         if learner.balancer is not None:
             learner.balancer.discard()
@@ -117,20 +121,22 @@ def train_step(
         return StepResult(numbers=numbers, is_skipped=True, is_spike=is_spike)
     learner.num_tokens += round(total_weight)
     optimizer.step(lr)
-    numbers |= _clip_heads(learner, max_logits)
+    clips, logits = _clip_heads(learner, max_logits)
+    numbers |= clips
     balances = {} if learner.balancer is None else learner.balancer.update()
+    grad_norms = dict(zip(router_norms, norms, strict=True))
     alarms = [
         alarm
         for layer, balance in balances.items()
         if balance.num_tokens
-        for alarm in router_alarms(layer, balance, router_grad_norm=router_norms[layer])
+        for alarm in router_alarms(layer, balance, router_grad_norm=grad_norms[layer])
     ]
-    numbers |= _router_numbers(balances, router_norms)
+    numbers |= _router_numbers(balances, grad_norms)
     return StepResult(
         numbers=numbers,
         is_skipped=False,
         balances=balances,
-        max_logits={mixer: logits.tolist() for mixer, logits in max_logits.items()},
+        max_logits=logits,
         router_alarms=alarms,
     )
 
@@ -236,21 +242,25 @@ def shift_left(values_T: Tensor, cu_seqlens: Tensor, *, fill: int) -> Tensor:
     return shifted_T
 
 
-def _router_grad_norms(learner: Learner) -> dict[str, float]:
-    """Before clipping, from all losses of the step, by MoE layer; one transfer."""
+def _router_grad_norms(learner: Learner) -> dict[str, Tensor]:
+    """Before clipping, from all losses of the step, `[]` by MoE layer."""
     layers = [] if learner.balancer is None else list(learner.balancer.biases)
     grads = [learner.optimizer.parameters[router_parameter(layer)].grad for layer in layers]
     norms = [torch.zeros(()) if grad is None else grad.float().norm() for grad in grads]
-    if not norms:
-        return {}
-    device = device_of(learner.model)
-    values = torch.stack([norm.to(device) for norm in norms]).tolist()
-    return dict(zip(layers, values, strict=True))
+    return dict(zip(layers, norms, strict=True))
 
 
-def _clip_heads(learner: Learner, max_logits: Mapping[str, Tensor]) -> dict[str, float]:
+def _to_host(scalars: Iterable[Tensor], device: torch.device) -> list[float]:
+    """Scalars as numbers, in one transfer; fp64 holds each exactly."""
+    return torch.stack([scalar.to(device, torch.float64) for scalar in scalars]).tolist()
+
+
+def _clip_heads(
+    learner: Learner, max_logits: Mapping[str, Tensor]
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Scale heads beyond the limit; numbers of the step, and the logits by mixer and head."""
     if not max_logits:
-        return {}
+        return {}, {}
     optimizer = learner.optimizer
     clips = [
         qk_clip_(
@@ -260,11 +270,17 @@ def _clip_heads(learner: Learner, max_logits: Mapping[str, Tensor]) -> dict[str,
         )
         for mixer, logits_H in max_logits.items()
     ]
-    num_clipped = int(torch.stack([clip.num_clipped for clip in clips]).sum())
+    counts = torch.stack([clip.num_clipped for clip in clips]).double()
+    num_clipped, *values = torch.cat([counts.sum()[None], *max_logits.values()]).tolist()
     if num_clipped:
         optimizer.publish()
-    largest = torch.stack([logits_H.max() for logits_H in max_logits.values()]).max()
-    return {"attention/max_logit": float(largest), "attention/clipped_heads": float(num_clipped)}
+    places = iter(values)
+    logits = {
+        mixer: [next(places) for _ in range(len(logits_H))]
+        for mixer, logits_H in max_logits.items()
+    }
+    numbers = {"attention/max_logit": max(values), "attention/clipped_heads": num_clipped}
+    return numbers, logits
 
 
 def _router_numbers(
