@@ -10,6 +10,7 @@ import torch
 from model.tiny import tiny_k3, tiny_kimi_linear
 from serve.test_engine import GREEDY, TIE, TINY, assert_plain, engine, ids, made, request, written
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from baltoro.model.model import Model
 from baltoro.serve.draft import MAX_DRAFT_TOKENS, Seen, SpeculationConfig
@@ -144,6 +145,38 @@ def test_256_greedy_tokens_are_those_without_drafts() -> None:
         (sequence,) = served.generate([plain.request])
         assert_same(model, sequence, plain)
         assert served.stats.num_drafts > 0
+
+
+def trained() -> Model:
+    """A model with an MTP layer that learned one line by heart."""
+    torch.manual_seed(1)
+    model = Model(tiny_k3(num_mtp_layers=1, moe=None))
+    line = torch.tensor(ids(12) * 4)
+    bounds = torch.tensor([0, len(line) - 1], dtype=torch.int32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(50):
+        out = model(line[:-1], bounds)
+        further = model.predict_next(line[1:], out.mixture, bounds).hidden[:-1]
+        loss = cross_entropy(model.lm_head(out.hidden), line[1:])
+        loss = loss + cross_entropy(model.lm_head(further), line[2:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+def test_real_drafts_of_a_trained_model_save_steps_and_change_nothing() -> None:
+    model = trained()  # copied text, greedy: vllm 39273
+    for sampling in (GREEDY, DRAWN):
+        asked = request(ids(12) * 2, 48, sampling=sampling, seed=4)
+        plain = engine(model)
+        (expected,) = plain.generate([asked])
+        for draft in ("ngram", "mtp"):
+            served = engine(model, speculation=SpeculationConfig(draft=draft))
+            (sequence,) = served.generate([asked])
+            assert_same(model, sequence, expected)
+            assert served.stats.num_steps < 0.6 * plain.stats.num_steps
+            assert served.stats.accepted_tokens > 20
 
 
 def test_a_second_request_is_hit_and_written_as_the_first() -> None:
