@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from baltoro.config import digest
 from baltoro.model.model import Model
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.schedule import ScheduleConfig, learning_rate
+from baltoro.train import loop
 from baltoro.train.alarms import AlarmWatch
 from baltoro.train.config import (
     ContextStage,
@@ -29,6 +32,7 @@ from baltoro.train.evaluate import HeldOutScore
 from baltoro.train.folder import open_run
 from baltoro.train.learner import build_learner
 from baltoro.train.loop import Training, run_loop
+from baltoro.train.matmul_share import ProductTime
 from baltoro.train.metrics import MetricsLog, ProgressLine, read_metrics
 from baltoro.train.probe import probe_model
 from baltoro.train.samples import Sample
@@ -190,6 +194,23 @@ def test_the_share_of_products_is_measured_now_and_then_and_shown(tmp_path):
     assert all(0.0 < share < 1.0 for share in shares.values())
     lines = [line for line in console.export_text().splitlines() if "matmul" in line]
     assert "matmul ?" in lines[0] and f"matmul {shares[8]:.0%}" in lines[8]
+
+
+def test_the_share_is_of_steps_that_were_not_slowed_by_measuring(tmp_path, monkeypatch):
+    @contextmanager
+    def measured(device):
+        products = ProductTime()
+        yield products
+        time.sleep(0.05)
+        products.seconds = 3.0
+
+    monkeypatch.setattr(loop, "time_products", measured)
+    training, _ = run(tmp_path, config_of(num_steps=4, profile_every=4))
+    seconds = [elapsed for elapsed, _ in training.recent]
+    assert len(seconds) == 3
+    assert training.matmul_share == pytest.approx(3.0 * 3 / sum(seconds))
+    training, _ = run(tmp_path / "first", config_of(num_steps=1, profile_every=1))
+    assert training.matmul_share == pytest.approx(3.0 / training.recent[0][0])
 
 
 def test_an_inspection_between_two_measurements_tells_the_last_logits(tmp_path):

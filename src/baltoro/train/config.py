@@ -55,7 +55,7 @@ class RunConfig:
 
     log_every: int = 1  # steps between lines of metrics
     inspect_every: int = 20  # steps between records of expert loads and logits by head
-    profile_every: int = 100  # steps between measurements of the share of time in products
+    profile_every: int = 200  # steps between measurements of the share of time in products
     eval_every: int = 100  # steps between evaluations; each follows a save
     save_every: int = 100
     keep_last: int = 2  # checkpoints; the best is kept beside them

@@ -11,7 +11,8 @@ A spike is a loss that `train.alarms` calls one. With `run.on_spike`
              the run, since then the weights are at fault and not the data.
     rewind   it is named, and the run goes back to its last checkpoint c, weights, schedule and
              spike statistics included. The data does not go back: the step behind c reads the batch
-             behind the spike's, and all batches from c to the spike are passed over. After
+             behind the spike's, and all batches from c to the spike are passed over; context
+             stages, which belong to batches, begin that much earlier. After
              `max_rewinds` to one checkpoint the next spike ends the run. A run begins with a
              checkpoint of step 0 then, to have one.
 
@@ -23,6 +24,7 @@ does what it would have done.
 import errno
 import math
 import signal
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -163,11 +165,14 @@ def _advance(training: Training) -> StepResult:
         batches = [source.batch(source.step, part, num_parts) for part in range(num_parts)]
         result = _step(training, batches)
         elapsed = time.perf_counter() - start
-    if products is not None:
-        training.matmul_share = products.seconds / elapsed
     source.step += 1
     training.seconds += elapsed
-    training.recent.append((elapsed, sum(len(batch.tokens) for batch in batches)))
+    if products is not None:
+        # measuring slows a step down: the share is of the steps before, which also tell the speed
+        before = [seconds for seconds, _ in training.recent] or [elapsed]
+        training.matmul_share = products.seconds / statistics.fmean(before)
+    if products is None or not training.recent:
+        training.recent.append((elapsed, sum(len(batch.tokens) for batch in batches)))
     is_undone = result.is_spike and config.run.on_spike == "rewind"
     is_bad = result.is_skipped and not is_undone
     training.num_bad_steps = training.num_bad_steps + 1 if is_bad else 0

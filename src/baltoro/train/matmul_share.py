@@ -1,12 +1,13 @@
 """How much of a step goes to matrix products: the rest is what a faster kernel could save.
 
-    share = seconds in operators that are products / seconds of the step
+    share = seconds in operators that are products / seconds of a step
 
 Counted are the dense products (`mm`, `addmm`, `bmm`, `baddbmm`, grouped and scaled ones) and fused
 attention, forward and backward; whatever a Triton kernel multiplies is not, since it also does
 other things. On a CPU an operator returns when it is done, so it is timed as it is called; on a GPU
 the profiler says how long the kernels ran that an operator launched. Measuring changes no number of
-the step, and makes it a little slower: a run does it now and then.
+the step but makes it slower (`nano` on a CPU: 34,000 operators through Python, 1.5 s of processor
+time for 1.05), so a run does it now and then, and divides by the time of steps not measured.
 """
 
 import time
