@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +44,16 @@ from baltoro.serve.scheduler import Overloaded, SchedulerConfig
 from baltoro.text.processor import Processor
 
 log = logging.getLogger(__name__)
+PAGE = Path(__file__).with_name("page")
+PAGE_FILES = {  # path, file and type of the chat page
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
+PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 B = TypeVar("B", bound=BaseModel)
 
 
@@ -251,7 +261,19 @@ def create_app(server: Server) -> FastAPI:
     async def metrics() -> Response:
         return PlainTextResponse(server.metrics.text(engine))
 
+    for path, (name, kind) in PAGE_FILES.items():
+        app.get(path, include_in_schema=False)(_page((PAGE / name).read_bytes(), kind))
     return app
+
+
+def _page(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
+    """The handler of one file of the chat page."""
+    headers = {"content-security-policy": PAGE_POLICY, "x-content-type-options": "nosniff"}
+
+    async def page() -> Response:
+        return Response(content, headers=headers, media_type=kind)
+
+    return page
 
 
 def _schema(body_type: type[BaseModel]) -> dict[str, Any]:
