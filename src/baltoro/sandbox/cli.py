@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib
 import json
 import sys
 import tempfile
@@ -10,9 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from baltoro.sandbox.install import default_prefix, install
+from baltoro.sandbox.keeper import KeeperPolicy
 from baltoro.sandbox.kvm import probe_kvm
 from baltoro.sandbox.machine import MachineDriver
-from baltoro.sandbox.protocol import Capabilities, Command, Image, Limits, Net, SandboxError
+from baltoro.sandbox.protocol import MIB, Capabilities, Command, Image, Limits, Net, SandboxError
 from baltoro.sandbox.selftest import STORE_BYTES, machine_drivers, selftest
 from baltoro.sandbox.store import Store
 
@@ -83,6 +85,54 @@ def run_command(prefix: Path, driver: str, image: Path | None, argv: Sequence[st
     return asyncio.run(run())
 
 
+def run_server(options: argparse.Namespace) -> int:
+    """Serve sandboxes over HTTP until interrupted."""
+    try:
+        server = importlib.import_module("baltoro.sandbox.e2b.server")  # FastAPI is an extra
+    except ImportError as error:
+        raise ValueError(
+            f"serve: needs {error.name}; pip install 'baltoro[sandbox]' brings it"
+        ) from error
+
+    keys = () if options.api_key_file is None else tuple(options.api_key_file.read_text().split())
+    if options.api_key_file is not None and not keys:
+        raise ValueError(f"api_key_file={str(options.api_key_file)!r}: holds no key")
+    images = {"base": options.image or options.prefix / "image/root"}
+    for text in options.template:
+        name, equals, folder = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"template={text!r}: must be NAME=FOLDER")
+        images[name] = Path(folder).resolve()
+    policy = KeeperPolicy(
+        freeze_after_s=options.freeze_after, store_after_s=options.store_after, ttl_s=None
+    )
+    limits = Limits(cpus=options.cpus, memory_bytes=options.memory_mb * MIB)
+    quota_bytes = options.quota_gb << 30
+    folder = options.folder.resolve()
+    control, store = server.build(
+        options.driver, folder, options.prefix, images, limits, policy, quota_bytes
+    )
+    print(f"sandboxes of driver {options.driver} on http://{options.host}:{options.port}")
+    config = server.ServerConfig(api_keys=keys)
+    server.serve(control, store, config, host=options.host, port=options.port)
+    return 0
+
+
+def _add_serve(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--driver", default="gvisor", help="process, gvisor, criu or qemu")
+    verb.add_argument("--folder", type=Path, default=Path("sandboxes"), help="where they live")
+    verb.add_argument("--host", default="127.0.0.1")
+    verb.add_argument("--port", type=int, default=3000)
+    verb.add_argument("--image", type=Path, help="root folder of the template named base")
+    verb.add_argument("--template", action="append", default=[], metavar="NAME=FOLDER")
+    verb.add_argument("--api-key-file", type=Path, help="keys, one per line; absent: no key")
+    verb.add_argument("--cpus", type=float, default=1.0, help="cores of each sandbox")
+    verb.add_argument("--memory-mb", type=int, default=512, help="memory of each sandbox")
+    verb.add_argument("--quota-gb", type=int, default=20, help="disk for snapshots")
+    verb.add_argument("--freeze-after", type=float, default=60.0, help="idle seconds")
+    verb.add_argument("--store-after", type=float, default=300.0, help="idle seconds")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `baltoro sandbox`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="baltoro sandbox", description=__doc__)
@@ -97,12 +147,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb.add_argument("--driver", default="gvisor")
     verb.add_argument("--image", type=Path)
     verb.add_argument("argv", nargs="+")
+    _add_serve(verbs.add_parser("serve", help="serve sandboxes to E2B's clients"))
     options = parser.parse_args(argv)
     try:
         if options.verb == "install":
             return run_install(options.prefix, options.tools or None)
         if options.verb == "selftest":
             return run_selftest(options.prefix, options.drivers or None, options.json)
+        if options.verb == "serve":
+            return run_server(options)
         return run_command(options.prefix, options.driver, options.image, options.argv)
     except (SandboxError, ValueError) as error:
         print(f"baltoro sandbox: {error}", file=sys.stderr)

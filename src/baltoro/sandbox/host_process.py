@@ -101,6 +101,9 @@ class HostProcess:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._queue.full():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)  # whoever still reads its output hears of the end
         self.exit_code = self.exit_code if self.exit_code is not None else 137
         await self._exit()
         if self.child.stdin is not None:

@@ -248,6 +248,10 @@ class Keeper:
         """Where a sandbox is now."""
         return self._find(name).place
 
+    def peek(self, name: str) -> Sandbox | None:
+        """The sandbox of that name to look at as it is, without waking it; None if stored."""
+        return self._find(name).sandbox
+
     def metrics(self) -> str:
         """Prometheus text."""
         places = Counter(kept.place for kept in self._kept.values())

@@ -95,6 +95,7 @@ class MachineSandbox:
         parent: str | None = None,
     ):
         self.id = sandbox_id
+        self.home = driver.root / sandbox_id
         self.state: State = "running"
         self.image = image
         self.limits = limits

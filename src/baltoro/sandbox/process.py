@@ -185,6 +185,10 @@ class ProcessSandbox:
         await asyncio.to_thread(shutil.rmtree, self.home)
         self._driver.forget(self.id)
 
+    def pids(self) -> list[int]:
+        """Its processes now, those that hide their environment excepted."""
+        return _marked(self.id)
+
     def _inside(self, cwd: str) -> Path:
         path = self.files / cwd.lstrip("/")
         if not path.resolve().is_relative_to(self.files.resolve()):
