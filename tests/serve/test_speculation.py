@@ -398,9 +398,9 @@ def test_workloads_are_written_as_without_drafts(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_of_workloads_are_written_as_without_drafts() -> None:
+def test_a_hundred_workloads_are_written_as_without_drafts() -> None:
     totals = Counter[str]()
-    for seed in range(300):
+    for seed in range(120):
         served = run_workload(seed)
         totals["accepted"] += served.stats.accepted_tokens
         totals["wrong"] += served.stats.draft_tokens - served.stats.accepted_tokens

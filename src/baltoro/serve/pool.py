@@ -191,7 +191,10 @@ class VerifyCache(PagedCache):
 
     def kv_padded(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         rows, _ = super().kv_padded(layer_idx)
-        return rows[self._owner_T], self._positions_T + 1
+        seen = self._positions_T + 1
+        if len(rows) == 1:  # nothing to copy for a lone sequence
+            return rows.expand(len(seen), -1, -1), seen
+        return rows[self._owner_T], seen
 
     def replay(self, froms: Sequence[int], tos: Sequence[int]) -> None:
         """Take tokens `froms[n]` to `tos[n]` of each sequence's new ones into its states.
