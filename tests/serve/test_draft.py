@@ -162,6 +162,49 @@ def test_mtp_proposes_what_its_layer_says_of_the_whole_sequence(
         assert watched.num_calls >= 10 and served.stats.accepted_tokens > 0
 
 
+class Pairs:
+    """A constraint: each second token is the one after the token before, and nothing follows 12."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def start(self) -> "Pairs":
+        return Pairs()
+
+    def mask(self, logits_W: torch.Tensor) -> bool:
+        allowed = [i for i in range(len(logits_W)) if self._may_follow(i)]
+        excluded = torch.ones_like(logits_W, dtype=torch.bool)
+        excluded[allowed] = False
+        logits_W.masked_fill_(excluded, -torch.inf)
+        return bool(allowed)
+
+    def accept(self, token_id: int) -> bool:
+        may_follow = self._may_follow(token_id)
+        if may_follow:
+            self.tokens.append(token_id)
+        return may_follow
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
+    def _may_follow(self, token_id: int) -> bool:
+        if len(self.tokens) == 12:
+            return False
+        return len(self.tokens) % 2 == 0 or token_id == (self.tokens[-1] + 1) % 60
+
+
+def test_mtp_keeps_to_a_grammar_and_leaves_it_where_it_was() -> None:
+    served = engine(MTP, speculation=SpeculationConfig(draft="mtp"))
+    sequence = served.submit(request(ids(11), 40, grammar=Pairs()))
+    while len(sequence.new_tokens) < 8:
+        served.step()
+    (draft,) = served.draft.propose([sequence])
+    assert sequence.constraint.tokens == written(sequence)
+    reply = [*written(sequence), *draft]
+    assert len(reply) == 12  # where nothing may follow
+    assert all(b == (a + 1) % 60 for a, b in zip(reply[::2], reply[1::2], strict=True))
+
+
 def test_mtp_guesses_nothing_of_what_it_has_not_seen() -> None:
     served = engine(MTP, speculation=SpeculationConfig(draft="mtp"))
     sequence = served.submit(request(ids(9), 8))

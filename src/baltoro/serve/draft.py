@@ -153,22 +153,13 @@ class MtpDraft:
     @torch.inference_mode()
     def propose(self, sequences: Series[Sequence]) -> list[list[int]]:
         drafts: dict[Sequence, list[int]] = {sequence: [] for sequence in sequences}
-        going = []
-        for sequence in sequences:
-            last = self._last.get(sequence)
-            if last is not None and last.num_computed == sequence.num_computed:
-                going.append(sequence)
+        going = [sequence for sequence in sequences if self._is_known(sequence)]
         if going:
             hidden_ND = torch.stack([self._last[sequence].hidden for sequence in going])
             mixture_ND = torch.stack([self._last[sequence].mixture for sequence in going])
         while going:
-            rows = [row_of(sequence, drafts[sequence]) for sequence in going]
-            ids_N, _ = sample_rows(self.model.lm_head(hidden_ND), rows)
-            for sequence, token_id in zip(going, ids_N.tolist(), strict=True):
-                drafts[sequence].append(token_id)
-            spans = [
-                (n, self._next(sequence, drafts[sequence])) for n, sequence in enumerate(going)
-            ]
+            ids_N, drawn = self._draw(going, drafts, hidden_ND)
+            spans = [(n, self._next(going[n], drafts[going[n]])) for n in drawn]
             kept = [(n, span) for n, span in spans if span is not None]
             going = [going[n] for n, _ in kept]
             if going:
@@ -177,6 +168,9 @@ class MtpDraft:
                 hidden_ND, mixture_ND = self._run(
                     ids_N[kept_N], mixture_ND[kept_N], range(len(going) + 1), cache
                 )
+        for sequence, draft in drafts.items():
+            if sequence.constraint is not None:
+                sequence.constraint.rollback(len(draft))
         return list(drafts.values())
 
     @torch.inference_mode()
@@ -190,6 +184,26 @@ class MtpDraft:
             self._take_in(few, VerifyCache(self.pool, _spans(few)))
         if many:
             self._take_in(many, PagedCache(self.pool, "prefill", _spans(many)))
+
+    def _is_known(self, sequence: Sequence) -> bool:
+        last = self._last.get(sequence)
+        return last is not None and last.num_computed == sequence.num_computed
+
+    def _draw(
+        self, going: Series[Sequence], drafts: dict[Sequence, list[int]], hidden_ND: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """Ids `[N]`, and which of them went to their drafts: those that no grammar excludes."""
+        logits_NW = self.model.lm_head(hidden_ND).float()
+        for sequence, logits_W in zip(going, logits_NW, strict=True):
+            if sequence.constraint is not None:
+                sequence.constraint.mask(logits_W)
+        ids_N, _ = sample_rows(logits_NW, [row_of(s, drafts[s]) for s in going])
+        drawn = []
+        for n, (sequence, token_id) in enumerate(zip(going, ids_N.tolist(), strict=True)):
+            if sequence.constraint is None or sequence.constraint.accept(token_id):
+                drafts[sequence].append(token_id)
+                drawn.append(n)
+        return ids_N, drawn
 
     def _take_in(self, seen: Series[Seen], cache: PagedCache) -> None:
         ids, bounds = list[int](), [0]
