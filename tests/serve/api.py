@@ -1,11 +1,16 @@
 """A server over a tiny model, and what tests ask of it."""
 
 import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import uvicorn
 from fastapi.testclient import TestClient
 from torch import Tensor
 
@@ -13,7 +18,7 @@ from baltoro.model.model import Model
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.request import Request, Sequence
 from baltoro.serve.scheduler import SchedulerConfig
-from baltoro.serve.server import Server, ServerConfig
+from baltoro.serve.server import Server, ServerConfig, create_app
 
 SCHEDULER = SchedulerConfig(max_running=4, max_step_tokens=512)
 CHAT: dict[str, Any] = {
@@ -28,6 +33,22 @@ def made(model: Model, config: EngineConfig | None = None, **changes: Any) -> Se
     engine = Engine(model, config or EngineConfig(pool_tokens=4096, scheduler=SCHEDULER))
     settings = replace(ServerConfig(model_name="nano", drain_s=5.0), **changes)
     return Server(engine, model.processor, settings)
+
+
+@contextmanager
+def listening(server: Server) -> Iterator[str]:
+    """The address at which a server answers, on a port of its own."""
+    running = uvicorn.Server(
+        uvicorn.Config(create_app(server), port=0, log_level="error", ws="none")
+    )
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    while not running.started:
+        time.sleep(0.05)
+    host, port = running.servers[0].sockets[0].getsockname()
+    yield f"http://{host}:{port}/"
+    running.should_exit = True
+    thread.join(30)
 
 
 class Script:

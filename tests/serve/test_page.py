@@ -4,16 +4,14 @@ The second half needs Chromium (`apt-get install chromium`) and is slow.
 """
 
 import re
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 from fastapi.testclient import TestClient
 from PIL import Image
-from serve.api import made, script
+from serve.api import listening, made, script
 from serve.browser import Browser, find
 
 from baltoro.model.model import Model
@@ -85,16 +83,8 @@ IS_IDLE = "document.getElementById('stop').hidden"
 
 @pytest.fixture(scope="module")
 def address(server: Server) -> Iterator[str]:
-    config = uvicorn.Config(create_app(server), port=0, log_level="error", ws="none")
-    running = uvicorn.Server(config)
-    thread = threading.Thread(target=running.run, daemon=True)
-    thread.start()
-    while not running.started:
-        time.sleep(0.05)
-    host, port = running.servers[0].sockets[0].getsockname()
-    yield f"http://{host}:{port}/"
-    running.should_exit = True
-    thread.join(30)
+    with listening(server) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
