@@ -15,6 +15,7 @@ from baltoro.data.build import build
 from baltoro.recipes import pretrain as recipe
 from baltoro.recipes.pretrain import check_memory, pretrain_config, summary
 from baltoro.train import forecast
+from baltoro.train import pretrain as pretraining
 from baltoro.train.metrics import read_metrics
 from baltoro.train.pretrain import differences, stage_starts
 from baltoro.train.report import report
@@ -83,6 +84,16 @@ def test_a_run_goes_from_tokens_to_a_checkpoint_and_a_page(data, tmp_path, capsy
     assert "schedule.peak" in capsys.readouterr().err
     assert main([*arguments(data, out), "--no-resume"]) == 2
     assert "--no-resume" in capsys.readouterr().err
+
+
+def test_a_continued_run_knows_the_losses_by_which_a_spike_is_told(data, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    assert main(arguments(data, out)) == 0
+    seen = []
+    monkeypatch.setattr(pretraining, "run_loop", lambda training: seen.append(training) or True)
+    assert main(arguments(data, out)) == 0
+    losses = [e["train/loss"] for e in read_metrics(out / "metrics.jsonl") if e["kind"] == "step"]
+    assert list(seen[0].watch.losses) == losses and len(losses) == 4
 
 
 def test_a_vocabulary_that_does_not_match_is_refused(data, tmp_path, capsys):

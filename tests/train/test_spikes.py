@@ -150,7 +150,7 @@ def test_a_new_checkpoint_gives_all_rewinds_again(tmp_path):
 
 def test_a_run_that_may_rewind_begins_with_a_checkpoint(tmp_path):
     source = Spikes([12])
-    _, finished = spiky(tmp_path, source=source, save_every=50, on_spike="rewind")
+    _, finished = spiky(tmp_path, source=source, save_every=50, on_spike="rewind", max_bad_steps=1)
     assert finished and source.step == 29
     assert [event["step"] for event in entries(tmp_path, "rewind")] == [0]
 
