@@ -1,12 +1,15 @@
 """`baltoro train` on a small data folder, from tokens to a checkpoint one can load."""
 
 import json
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from data.small import small_config, write_sources
 from rich.console import Console
+from safetensors.torch import load_file
 
 from baltoro.checkpoint.load import load
 from baltoro.cli import main, split_overrides
@@ -84,6 +87,21 @@ def test_a_run_goes_from_tokens_to_a_checkpoint_and_a_page(data, tmp_path, capsy
     assert "schedule.peak" in capsys.readouterr().err
     assert main([*arguments(data, out), "--no-resume"]) == 2
     assert "--no-resume" in capsys.readouterr().err
+
+
+def test_two_runs_of_one_seed_end_in_the_same_state_to_the_bit(data, tmp_path):
+    """Weights, momenta, biases and every random generator, in whatever state the process was."""
+    states = []
+    for out in (tmp_path / "one", tmp_path / "two"):
+        random.random(), np.random.rand(), torch.rand(1)
+        assert main(arguments(data, out)) == 0
+        last = out / "checkpoints" / "step-00000004"
+        record = json.loads((last / "state.json").read_text())
+        states.append((load_file(last / "state.safetensors"), record["python_random"]))
+    (first, python_random), (second, other) = states
+    assert python_random == other and first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]), name
 
 
 def test_a_continued_run_knows_the_losses_by_which_a_spike_is_told(data, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ from baltoro.train.loop import Training, run_loop
 from baltoro.train.metrics import MetricsLog, ProgressLine, duration, read_metrics
 from baltoro.train.probe import probe_model
 from baltoro.train.samples import PicturePrompt, Sample, picture_prompts
-from baltoro.train.state import load_state
+from baltoro.train.state import load_state, seed_generators
 from baltoro.train.step import run_model, token_losses
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -200,7 +200,7 @@ def _pictures(
 def _build_model(
     config: PretrainConfig, device: torch.device, dataset: Dataset, images: ImageProcessor
 ) -> Model:
-    torch.manual_seed(config.seed)
+    seed_generators(config.seed)
     model = Model(config.model).cast(DTYPES[config.dtype]).to(device)
     model.tokenizer = dataset.tokenizer
     model.processor = Processor(dataset.tokenizer, images if config.model.vision else None)

@@ -114,6 +114,13 @@ def load_state(path: Path, learner: Learner, source: BatchSource, *, digest: str
     return record
 
 
+def seed_generators(seed: int) -> None:
+    """Begin the random numbers of Python, NumPy and torch anew, as a function of `seed`."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def _tensors(learner: Learner) -> dict[str, Tensor]:
     found = {f"model/{name}": tensor for name, tensor in learner.model.state_dict().items()}
     found |= {f"optim/{name}": value for name, value in learner.optimizer.state_dict().items()}
