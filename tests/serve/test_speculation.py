@@ -1,5 +1,6 @@
 """Drafts on real layers: text, states and pages are those of one token per step."""
 
+import json
 import logging
 import random
 from collections import Counter
@@ -14,10 +15,13 @@ from torch.nn.functional import cross_entropy
 
 from baltoro.model.model import Model
 from baltoro.serve.draft import MAX_DRAFT_TOKENS, Seen, SpeculationConfig
-from baltoro.serve.engine import Engine
+from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.form import Form, Tool
+from baltoro.serve.grammar import Grammars
 from baltoro.serve.metrics import Metrics
 from baltoro.serve.request import Sequence
 from baltoro.serve.sampling import Penalties, Sampling
+from baltoro.text.channels import parse_ids
 
 DOUBLE = made(tiny_k3()).double()  # sums in another order change no choice
 LINEAR = made(tiny_kimi_linear()).double()
@@ -135,16 +139,15 @@ def test_every_accept_count_writes_the_same_reply(sampling: Sampling) -> None:
         assert set(served.stats.accepted_at) == set(range(right))
 
 
-def test_256_greedy_tokens_are_those_without_drafts() -> None:
+@pytest.mark.parametrize("draft", ["ngram", pytest.param("mtp", marks=pytest.mark.slow)])
+def test_256_greedy_tokens_are_those_without_drafts(draft: str) -> None:
     model = made(tiny_k3(num_mtp_layers=1))  # C09, in fp32
     copied = ids(24) * 2  # what an edit looks like: vllm 39273
     (plain,) = engine(model).generate([request(copied, 256)])
-    for draft, max_tokens in (("ngram", 7), ("mtp", 2)):
-        config = SpeculationConfig(draft=draft, max_tokens=max_tokens)
-        served = engine(model, speculation=config)
-        (sequence,) = served.generate([plain.request])
-        assert_same(model, sequence, plain)
-        assert served.stats.num_drafts > 0
+    served = engine(model, speculation=SpeculationConfig(draft=draft))
+    (sequence,) = served.generate([plain.request])
+    assert_same(model, sequence, plain)
+    assert served.stats.num_drafts > 0
 
 
 def trained() -> Model:
@@ -322,6 +325,34 @@ def test_a_grammar_goes_forth_and_back_with_the_drafts(sampling: Sampling) -> No
             assert written(sequence) == written(plain)
             assert sequence.constraint is not None
             assert sequence.constraint.tokens == written(plain)  # type: ignore[attr-defined]
+
+
+def test_calls_hold_their_schema_under_drafts(nano: Model) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 20, 300]}, "unit": {"enum": ["C", "F"]}},
+        "required": ["n", "unit"],
+        "additionalProperties": False,
+    }
+    form = Form(thinking=False, tools=(Tool("get", schema, True),), calls="forced", is_single=True)
+    tokenizer = nano.processor.tokenizer
+    asked = request(
+        ids(11),
+        240,
+        sampling=Sampling(temperature=0.7),
+        seed=1,
+        grammar=Grammars(tokenizer).compile(form),
+        stop_ids=frozenset(tokenizer.stop_ids),
+    )
+    (plain,) = Engine(nano, EngineConfig()).generate([asked])
+    assert plain.finish_reason == "stop"
+    rng = random.Random(0)
+    served = Engine(nano, EngineConfig(), draft=Script([plain], lambda: rng.randint(0, 8)))
+    (sequence,) = served.generate([asked])
+    assert_same(nano, sequence, plain)
+    assert sequence.finish_reason == "stop" and served.stats.accepted_tokens > 50
+    (call,) = parse_ids(written(sequence), tokenizer, thinking=False).tool_calls
+    assert json.loads(call.arguments).keys() == schema["properties"].keys()
 
 
 def test_many_requests_in_a_full_pool_are_written_as_alone() -> None:
