@@ -327,6 +327,7 @@ def test_a_grammar_goes_forth_and_back_with_the_drafts(sampling: Sampling) -> No
             assert sequence.constraint.tokens == written(plain)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_calls_hold_their_schema_under_drafts(nano: Model) -> None:
     schema = {
         "type": "object",
