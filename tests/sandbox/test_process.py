@@ -1,12 +1,14 @@
 """The always-there driver: lifecycle, bytes, bounds, confinement, and nothing left behind."""
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
+from baltoro.sandbox import process
 from baltoro.sandbox.process import ProcessDriver, ProcessSandbox
 from baltoro.sandbox.protocol import (
     Binding,
@@ -269,6 +271,78 @@ def test_twenty_cycles_leave_nothing(tmp_path):
             except OSError:
                 continue
         assert b"sleep\x004242\x00" not in commands
+
+    run_with_sandbox(tmp_path, body)
+
+
+@pytest.mark.slow
+def test_two_hundred_lives_leave_no_process_descriptor_mount_or_file(tmp_path):
+    """Each with a command that runs on, a daemon, a paused moment, a snapshot and a branch."""
+
+    def held():
+        mounts = Path("/proc/self/mountinfo").read_text()
+        return len(os.listdir("/proc/self/fd")), mounts, len(asyncio.all_tasks())
+
+    async def body(driver, sandbox):
+        image = Image(root=tmp_path / "image")
+        for index in range(201):
+            other = await driver.create(image, Limits(), Net())
+            await other.start(Command(argv=("sleep", "4243"), timeout_s=None))
+            await other.exec(sh("setsid sh -c 'sleep 4243' >/dev/null 2>&1 &"))
+            await other.write("file", b"x")
+            await other.pause()
+            (branch,) = await other.fork(1)
+            for each in (other, branch):
+                await each.destroy()
+            if index == 0:
+                before = held()
+        assert held() == before
+        assert [home.name for home in driver.root.iterdir()] == [sandbox.id]
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                assert b"sleep\x004243\x00" not in Path("/proc", pid, "cmdline").read_bytes()
+
+    run_with_sandbox(tmp_path, body)
+
+
+ESCAPES = {
+    "a file of the host": "cat {secret}",
+    "a climb": "cat ../../../secret",
+    "the caller's process": "kill -0 {pid}",
+    "a write beyond its folder": "echo planted > {secret}.planted",
+}
+STOPPED = {
+    "one process's memory": "python3 -c 'bytearray(1 << 30)'",
+    "one file's size": "head -c 40000000 /dev/zero > big",
+    "a core": "ulimit -c unlimited",
+}
+
+
+def test_what_this_driver_stops_and_what_it_says_it_does_not(tmp_path):
+    """If the first list shrinks, the docstring and the label "none" have to change with it."""
+    (tmp_path / "secret").write_text("host")
+    words = {"secret": tmp_path / "secret", "pid": os.getpid()}
+
+    async def body(driver, sandbox):
+        limits = Limits(memory_bytes=256 << 20, disk_bytes=1 << 20)
+        other = await driver.create(Image(root=tmp_path / "image"), limits, Net())
+        for what, attack in ESCAPES.items():
+            assert (await other.exec(sh(attack.format(**words)))).exit_code == 0, what
+        for what, attack in STOPPED.items():
+            assert (await other.exec(sh(attack))).exit_code != 0, what
+
+    run_with_sandbox(tmp_path, body)
+    assert "What it does NOT stop: anything." in process.__doc__
+
+
+def test_whoever_waits_hears_when_its_sandbox_is_destroyed(tmp_path):
+    async def body(driver, sandbox):
+        other = await driver.create(Image(root=tmp_path / "image"), Limits(), Net())
+        process = await other.start(Command(argv=("sleep", "60"), timeout_s=None))
+        waiting = asyncio.create_task(process.wait())
+        await asyncio.sleep(0.05)
+        await other.destroy()
+        assert (await asyncio.wait_for(waiting, 5)).exit_code == 137
 
     run_with_sandbox(tmp_path, body)
 

@@ -166,7 +166,7 @@ class Channel:
         await self.send("R", process_id, path.encode())
         data = bytearray()
         while True:
-            kind, payload = await self.receive(queue)
+            kind, payload = await self.reply(queue)
             if kind == ord("E"):
                 break
             if len(data) <= max_bytes:
@@ -185,7 +185,7 @@ class Channel:
         for start in range(0, len(data), PIECE_BYTES):
             await self.send("D", process_id, data[start : start + PIECE_BYTES])
         await self.send("D", process_id)
-        _, payload = await self.receive(queue)
+        _, payload = await self.reply(queue)
         self.forget(process_id)
         _raise_errno(payload, path)
 

@@ -190,9 +190,10 @@ class Criu:
         try:
             pid = await self._make_cell(group, home, lowers, last_pid)
             await self._restore(group, pid, home, memory, lazy)
-        except SandboxError:
+        except (SandboxError, OSError):
             if lazy is not None:
-                lazy.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    lazy.kill()
                 await lazy.wait()
             raise
         channel = await _connect(pid, int(manifest.notes["next_id"]))
@@ -333,7 +334,11 @@ async def _connect(pid: int, first_id: int) -> Channel:
             await asyncio.sleep(0.001)
     host_out = os.open(door / "out", os.O_RDWR | os.O_NONBLOCK)
     channel = Channel(await open_pipes(host_out, host_in), first_id)
-    channel.watch(pid)
+    try:
+        channel.watch(pid)
+    except OSError as error:
+        await channel.close()
+        raise SandboxError(f"its first process ended: {error}") from error
     return channel
 
 

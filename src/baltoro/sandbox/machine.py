@@ -155,11 +155,11 @@ class MachineSandbox:
             start = time.monotonic()
             try:
                 notes = await self.machine.dump(draft, is_frozen=is_frozen, is_last=is_last)
-            except SandboxError:
+            except (SandboxError, OSError) as error:
                 store.abandon(draft)
                 if not is_frozen:
                     await self.machine.channel.go_on()
-                raise
+                raise _named(error, self.id) from error
             self.frozen_s = time.monotonic() - start
             if not is_frozen and not is_last:
                 await self.machine.channel.go_on()
@@ -290,6 +290,9 @@ class MachineDriver:
         sandbox_id = self._new_home()
         try:
             machine = await self.mechanism.boot(sandbox_id, self.root / sandbox_id, image, limits)
+        except OSError as error:
+            await self._remove_home(sandbox_id)
+            raise _named(error, sandbox_id) from error
         except BaseException:
             await self._remove_home(sandbox_id)
             raise
@@ -304,6 +307,9 @@ class MachineDriver:
         home = self.root / sandbox_id
         try:
             machine = await self.mechanism.revive(sandbox_id, home, manifest, memory, layers)
+        except OSError as error:
+            await self._remove_home(sandbox_id)
+            raise _named(error, sandbox_id) from error
         except BaseException:
             await self._remove_home(sandbox_id)
             raise
@@ -314,8 +320,12 @@ class MachineDriver:
         self._sandboxes[sandbox_id] = sandbox
         if machine.base_layers:  # it reads them as long as it lives
             self.store.pin(manifest.id)
-        await machine.channel.go_on()
-        await machine.channel.reseed()
+        try:
+            await machine.channel.go_on()
+            await machine.channel.reseed()
+        except SandboxError:
+            await sandbox.destroy()
+            raise
         return sandbox
 
     def _new_home(self) -> str:
@@ -328,6 +338,13 @@ class MachineDriver:
         home = self.root / sandbox_id
         await self.mechanism.sweep(sandbox_id, home)
         await asyncio.to_thread(shutil.rmtree, home)
+
+
+def _named(error: SandboxError | OSError, sandbox_id: str) -> SandboxError:
+    """A host's error, as when a process of the mechanism is killed, in the driver's words."""
+    if isinstance(error, SandboxError):
+        return error
+    return SandboxError(f"sandbox {sandbox_id}: its machine failed: {error}")
 
 
 def _inside(path: str) -> str:

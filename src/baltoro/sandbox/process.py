@@ -14,11 +14,11 @@ import contextlib
 import itertools
 import os
 import pty
-import resource
 import shutil
 import signal
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from baltoro.sandbox.host_process import HostProcess
@@ -67,13 +67,14 @@ class ProcessSandbox:
         env = {"PATH": os.defpath, "HOME": str(self.files), "LANG": "C.UTF-8", MARK: self.id}
         env.update(command.env)
         cwd = self._inside(command.cwd)
+        argv = _bounded(_program(command, cwd, env["PATH"]), command.argv[1:], self.limits)
         master = slave = None
         if command.use_pty:
             master, slave = pty.openpty()
         pipe = asyncio.subprocess.PIPE
         try:
             child = await asyncio.create_subprocess_exec(
-                *command.argv,
+                *argv,
                 cwd=cwd,
                 env=env,
                 stdin=pipe if slave is None else slave,
@@ -85,13 +86,12 @@ class ProcessSandbox:
             if master is not None:
                 os.close(master)
             raise ImageError(
-                f"cannot run {command.argv[0]!r}: {error.strerror}; the host lacks it or the"
-                f" working directory {command.cwd!r}"
+                f"cannot run {command.argv[0]!r}: {error.strerror}; is there a working directory"
+                f" {command.cwd!r}?"
             ) from error
         finally:
             if slave is not None:
                 os.close(slave)
-        _limit(child.pid, self.limits)
         process = HostProcess(next(self._ids), child, command)
         process.pty_fd = master
         process.begin(self.limits.max_output_bytes)
@@ -279,15 +279,23 @@ class ProcessDriver:
         return sandbox
 
 
-def _limit(pid: int, limits: Limits) -> None:
-    """Bounds that hold per process; there is no other without a cgroup."""
-    for what, value in (
-        (resource.RLIMIT_AS, limits.memory_bytes),
-        (resource.RLIMIT_FSIZE, limits.disk_bytes),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, what, (value, value))
+def _program(command: Command, cwd: Path, path: str) -> str:
+    """Where the command's program is. `ImageError` if the host lacks it."""
+    name = command.argv[0]
+    found = shutil.which(cwd / name if "/" in name else name, path=path)
+    if found is None:
+        raise ImageError(f"cannot run {name!r}: no such program; the host lacks it")
+    return found
+
+
+def _bounded(program: str, words: Sequence[str], limits: Limits) -> list[str]:
+    """A command line under bounds that hold per process; there is no other without a cgroup.
+
+    A shell sets them and becomes the program: set from outside they would miss an early child.
+    """
+    blocks = -(-limits.disk_bytes // 512)
+    bounds = f"ulimit -v {limits.memory_bytes // 1024}; ulimit -f {blocks}; ulimit -c 0"
+    return ["/bin/sh", "-c", f'{bounds}; exec "$0" "$@"', program, *words]
 
 
 def _marked(sandbox_id: str) -> list[int]:

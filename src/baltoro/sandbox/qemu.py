@@ -113,7 +113,10 @@ class QemuMachine:
             os.link(self._ram, draft.files / "ram")
         except (SandboxError, OSError) as error:
             if not is_frozen:
-                await self.thaw()
+                try:
+                    await self.thaw()
+                except SandboxError:
+                    await self.channel.close()  # between two QEMUs nobody else tells who waits
             raise SnapshotError(f"sandbox {self._id}: {error}") from error
         if not is_frozen and not is_last:
             await self.thaw()
@@ -324,7 +327,7 @@ class Qemu:
         try:
             await machine.launch(first_id, device, delta)
             await machine.thaw()
-        except SandboxError:
+        except (SandboxError, OSError):
             await machine.end()
             raise
 

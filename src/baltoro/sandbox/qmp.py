@@ -25,7 +25,10 @@ class Qmp:
         """Run a command; returns its value. `SandboxError` with QEMU's words if it refuses."""
         message = {"execute": command, "arguments": arguments}
         self._writer.write(json.dumps(message).encode() + b"\n")
-        await self._writer.drain()
+        try:
+            await self._writer.drain()
+        except ConnectionError as error:
+            raise SandboxError(f"qemu is gone: {error}") from error
         while True:
             reply = await self._line()
             if "return" in reply:
