@@ -129,8 +129,9 @@ def _summary(run: RunRecord) -> str:
 
 def _alarms(run: RunRecord) -> str:
     items = [
-        f'<li class="alarm"><b>{escape(alarm["name"])}</b> at step {alarm["step"]:,} '
-        f"{escape(alarm['where'])}: {escape(alarm['message'])}</li>"
+        f'<li class="alarm"><b>{escape(alarm["name"])}</b> at step {alarm["step"]:,}'
+        f"{' in ' if alarm['where'] else ''}{escape(alarm['where'])}: "
+        f"{escape(alarm['message'])}</li>"
         for alarm in run.of("alarm")
     ]
     items += [

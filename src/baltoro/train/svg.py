@@ -13,7 +13,7 @@ Points = Sequence[tuple[float, float]]
 _COLOURS = ("#3b82f6", "#ef4444", "#10b981", "#f59e0b", "#8b5cf6", "#06b6d4", "#ec4899", "#65a30d")
 _DASHES = ("", "7 3", "2 3")  # of the second and third round of colours
 _WIDTH, _HEIGHT = 560, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 14, 10, 40
+_LEFT, _RIGHT, _TOP, _BOTTOM = 66, 24, 10, 40
 _MAX_POINTS = 600  # of one line; more are thinned
 _LABEL, _CELL, _ROW = 150, 46, 18  # of a heat map: width of names, of a cell with its value, height
 _MAX_WORDY = 12  # columns whose cells show their value
@@ -169,7 +169,7 @@ def _step(rough: float) -> float:
 
 
 def _number(value: float) -> str:
-    if value and not 1e-3 <= abs(value) < 1e5:
+    if value and not 1e-3 <= abs(value) < 1e7:
         digits, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(exponent)}"
     return f"{value:.4g}" if abs(value) < 1e3 else f"{value:,.0f}"
