@@ -24,7 +24,6 @@ from baltoro.model.counts import parameter_counts
 from baltoro.model.model import ModelOutput
 from baltoro.ops.mla import varlen_attention
 from baltoro.ops.rms_norm import rms_norm
-from baltoro.ops.situ import swiglu
 from baltoro.optim.assignment import assign
 from baltoro.optim.optimizer import Optimizer
 from baltoro.optim.rules import KdaHeads, k3_structure
@@ -66,8 +65,8 @@ class Attention(nn.Module):
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         mixed = varlen_attention(
-            rotate(q, rotary),
-            rotate(k, rotary),
+            rotate(q, *rotary),
+            rotate(k, *rotary),
             v,
             cu_seqlens_q=cu_seqlens,
             cu_seqlens_k=cu_seqlens,
@@ -82,13 +81,23 @@ class Mlp(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
-        self.impl = config.impl.situ
         self.gate_proj = nn.Linear(size, inner, bias=False)
         self.up_proj = nn.Linear(size, inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD), impl=self.impl))
+        return self.down_proj(swiglu(self.gate_proj(x_TD), self.up_proj(x_TD)))
+
+
+@torch.compile(dynamic=False)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return nn.functional.silu(gate) * up
+
+
+@torch.compile(dynamic=False)
+def rotate(x_THK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_THK.chunk(2, -1)
+    return x_THK * cos + torch.cat([-second, first], -1) * sin
 
 
 class Block(nn.Module):
@@ -141,12 +150,6 @@ def rotary_of(cu_seqlens: Tensor, num_tokens: int, dtype: torch.dtype) -> tuple[
     angle = position[:, None] * ROTARY_BASE**-powers
     angle = torch.cat([angle, angle], -1)[:, None]
     return angle.cos().to(dtype), angle.sin().to(dtype)
-
-
-def rotate(x_THK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotary
-    first, second = x_THK.chunk(2, -1)
-    return x_THK * cos + torch.cat([-second, first], -1) * sin
 
 
 def dense_config(config: ModelConfig) -> ModelConfig:

@@ -19,7 +19,7 @@ from baltoro.model.config import ImplConfig
 from baltoro.ops.attn_res import attn_res_mix
 from baltoro.ops.cross_entropy import linear_cross_entropy
 from baltoro.ops.impl import ImplError
-from baltoro.ops.kda import chunk_kda
+from baltoro.ops.kda import chunk_kda, recurrent_kda
 from baltoro.ops.mla import varlen_attention
 from baltoro.ops.moe import moe_experts
 from baltoro.ops.rms_norm import rms_norm
@@ -140,6 +140,9 @@ def _run(op: str, impl: str, device: torch.device) -> None:
             gate_lower_bound=-5.0,
             impl=impl,
         )
+    elif op == "kda_decode":
+        gates = (-x_THK, x_TD[:, :1])
+        recurrent_kda(x_THK, x_THK, x_THK, *gates, cu_seqlens=bounds, impl=impl)
     elif op == "short_conv":
         short_conv(x_TD, x_TD.new_ones(16, 4), cu_seqlens=bounds, impl=impl)
     elif op == "attention":

@@ -31,7 +31,8 @@ def _require(ok: bool, field: str, value: object, rule: str) -> None:
 class ImplConfig:
     """Which implementation of each operator a run uses (`baltoro.ops.impl`)."""
 
-    kda: str = "torch"
+    kda: str = "torch"  # many tokens of a sequence at once
+    kda_decode: str = "torch"  # one after another
     short_conv: str = "torch"
     attention: str = "torch"
     attn_res: str = "torch"

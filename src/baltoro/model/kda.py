@@ -88,7 +88,7 @@ class Kda(nn.Module):
                 beta_TH,
                 cu_seqlens=cu_seqlens,
                 initial_state=state,
-                impl=impl.kda,
+                impl=impl.kda_decode,
             )
         elif kda.gate_lower_bound is None:
             out = chunk_kda(

@@ -75,7 +75,9 @@ def pretrain_config(
 def gpu_impl(model: ModelConfig) -> ImplConfig:
     """The operators of a bf16 run on an NVIDIA GPU: kernels wherever they serve its head width."""
     kda = "triton" if model.kda.head_dim in (64, 128) else "torch"
-    return dataclasses.replace(ImplConfig.all("triton"), kda=kda, attention="flash")
+    return dataclasses.replace(
+        ImplConfig.all("triton"), kda=kda, kda_decode="torch", attention="flash"
+    )
 
 
 def train(

@@ -47,7 +47,7 @@ class PagePool:
             )
         shape = (layout.layers_per_page, layout.layer_bytes)
         self.layout = layout
-        self.kda_impl = config.impl.kda
+        self.kda_impl = config.impl.kda_decode
         self.pages = torch.zeros((num_pages + 1, *shape), dtype=torch.uint8, device=device)
         self.host_pages = torch.zeros(
             (host_pages + 1, *shape), dtype=torch.uint8, pin_memory=device.type == "cuda"
