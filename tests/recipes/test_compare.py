@@ -147,6 +147,9 @@ def test_the_table_tells_mean_spread_and_verdict(data, tmp_path):
     text = (tmp_path / "T1.md").read_text()
     assert "| new | 1.01 ± 0.01 | 32 ± 0 | diverged ± diverged |" in text
     assert "**holds**" in text and "- old: the old way" in text
+    assert "two arms; 3 seeds" in text
+    run(Measured(), data, tmp_path / "short", num_steps=2)
+    assert "two arms, but with 2 steps; 3 seeds" in (tmp_path / "short" / "T1.md").read_text()
 
 
 def test_several_processes_measure_what_one_does(data, tmp_path):
@@ -235,6 +238,18 @@ def test_no_default_comparison_takes_more_than_160_core_minutes():
         assert item.study.seconds * len(item.study.arms) * 3 <= 160 * 60, item.name
 
 
+def test_time_left_follows_what_was_measured(data, tmp_path):
+    study = anchor(Measured()).study  # a second expected of each
+    tasks = tasks_of(study, seeds=3, num_steps=None, data=data, out=tmp_path)
+    left = compare.TimeLeft(tasks, jobs=4)
+    assert left.describe() == "2 s"
+    left.add(tasks[0], 10.0)
+    assert left.describe() == "12 s"  # five of ten seconds, four at once
+    for task in tasks[1:4]:
+        left.add(task, 10.0)
+    assert left.describe() == "10 s"
+
+
 def losses(**arms: list[float]):
     return {arm: [{"loss": value} for value in found] for arm, found in arms.items()}
 
@@ -247,6 +262,9 @@ def losses(**arms: list[float]):
         ([1.0, 1.1, 1.2], [0.9, 1.01, 1.11], 0.0, "does not hold"),
         ([1.0, 1.1, 1.2], [1.3, 0.9, 1.4], 0.0, "not told apart"),
         ([1.0], [2.0], 0.0, "not told apart"),
+        ([1.0, 1.1, 1.2], [0.99, 1.1, 1.18], -0.05, "holds"),
+        ([1.0, 1.1, 1.2], [0.9, 1.0, 1.11], -0.05, "does not hold"),
+        ([1.0, 1.1, 1.2], [0.9, 1.1, 1.18], -0.05, "not told apart"),
         ([1.0, 1.1], [math.nan, math.nan], 0.0, "holds"),
         ([math.nan, 1.1], [1.0, math.nan], 0.0, "not told apart"),
         ([math.nan, math.nan], [1.0, 1.0], 0.0, "does not hold"),

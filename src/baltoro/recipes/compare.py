@@ -148,28 +148,34 @@ class TimeLeft:
 
     def __init__(self, pending: Sequence[Task], jobs: int) -> None:
         self.jobs = jobs
+        self.num_tasks = len(pending)
         self.expected = sum(map(_expected_seconds, pending))
         self.done = 0.0
         self.measured = 0.0
 
     def add(self, task: Task, seconds: float) -> None:
         """A task has taken so many seconds."""
+        self.num_tasks -= 1
         self.done += _expected_seconds(task)
         self.measured += seconds
 
     def describe(self) -> str:
         """In words."""
         factor = self.measured / self.done if self.done else 1.0
-        return duration((self.expected - self.done) * factor / self.jobs)
+        at_once = max(1, min(self.jobs, self.num_tasks))
+        return duration((self.expected - self.done) * factor / at_once)
 
 
-def table(anchor: Anchor, results: Results, findings: Sequence[Finding]) -> str:
+def table(anchor: Anchor, results: Results, findings: Sequence[Finding], *, num_steps: int) -> str:
     """The anchor as Markdown: its arms, mean and standard deviation over seeds, its claims."""
     num_seeds = len(next(iter(results.values())))
+    setting = anchor.study.setting
+    if num_steps != anchor.study.num_steps:
+        setting += f", but with {num_steps} steps"
     lines = [
         f"### {anchor.name}: {anchor.question}",
         "",
-        f"{anchor.study.setting}; {num_seeds} seeds, mean ± standard deviation; torch "
+        f"{setting}; {num_seeds} seeds, mean ± standard deviation; torch "
         f"{torch.__version__}. Expected: {anchor.expected}. **{overall(findings)}**",
         "",
         f"| arm | {' | '.join(anchor.columns)} |",
@@ -211,7 +217,8 @@ def _conclude(
             assert numbers is not None
             results[task.trial.arm.name].append(numbers)
         found = findings[anchor.name] = anchor.judge(results)
-        text = table(anchor, results, found)
+        num_steps = group[0].trial.config.schedule.num_steps
+        text = table(anchor, results, found, num_steps=num_steps)
         write_atomically(out / f"{anchor.name}.md", text.encode())
         record = _record(anchor, results, found, group)
         content = json.dumps(record, indent=1, allow_nan=False) + "\n"
