@@ -1,7 +1,10 @@
 """`baltoro train` on a small data folder, from tokens to a checkpoint one can load."""
 
 import json
+import os
 import random
+import signal
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from baltoro.config import to_dict
 from baltoro.data.build import build
 from baltoro.recipes import pretrain as recipe
 from baltoro.recipes.pretrain import check_memory, pretrain_config, summary
-from baltoro.train import forecast
+from baltoro.train import forecast, loop
 from baltoro.train import pretrain as pretraining
 from baltoro.train.metrics import read_metrics
 from baltoro.train.pretrain import differences, stage_starts
@@ -89,19 +92,52 @@ def test_a_run_goes_from_tokens_to_a_checkpoint_and_a_page(data, tmp_path, capsy
     assert "--no-resume" in capsys.readouterr().err
 
 
+def assert_same_end(first: Path, second: Path, step: int) -> None:
+    """Weights, momenta, biases, the data's cursor, every random generator, and all losses."""
+    states, records, losses = [], [], []
+    for out in (first, second):
+        checkpoint = out / "checkpoints" / f"step-{step:08d}"
+        states.append(load_file(checkpoint / "state.safetensors"))
+        record = json.loads((checkpoint / "state.json").read_text())
+        records.append({key: value for key, value in record.items() if key != "seconds"})
+        entries = [e for e in read_metrics(out / "metrics.jsonl") if e["kind"] == "step"]
+        losses.append([(entry["step"], entry["train/loss"]) for entry in entries])
+    assert states[0].keys() == states[1].keys() and records[0] == records[1]
+    for name, tensor in states[0].items():
+        assert torch.equal(tensor, states[1][name]), name
+    assert losses[0] == losses[1] and [at for at, _ in losses[0]] == [*range(1, step + 1)]
+
+
 def test_two_runs_of_one_seed_end_in_the_same_state_to_the_bit(data, tmp_path):
-    """Weights, momenta, biases and every random generator, in whatever state the process was."""
-    states = []
-    for out in (tmp_path / "one", tmp_path / "two"):
+    for name in ("one", "two"):
         random.random(), np.random.rand(), torch.rand(1)
-        assert main(arguments(data, out)) == 0
-        last = out / "checkpoints" / "step-00000004"
-        record = json.loads((last / "state.json").read_text())
-        states.append((load_file(last / "state.safetensors"), record["python_random"]))
-    (first, python_random), (second, other) = states
-    assert python_random == other and first.keys() == second.keys()
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
+        assert main(arguments(data, tmp_path / name, schedule__num_steps=2)) == 0
+    assert_same_end(tmp_path / "one", tmp_path / "two", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_in_step", [10, 13])
+def test_twenty_steps_are_some_a_kill_and_the_rest_bit_for_bit(data, tmp_path, killed_in_step):
+    settings = {"schedule__num_steps": 20, "run__save_every": 5, "run__eval_every": 10}
+    straight, cut = (arguments(data, tmp_path / name, **settings) for name in ("straight", "cut"))
+    assert main(straight) == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork in a process with threads
+        child = os.fork()
+    if child == 0:
+        train_step = loop.train_step
+
+        def step_or_die(learner, *args, **options):
+            if learner.num_steps + 1 == killed_in_step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return train_step(learner, *args, **options)
+
+        loop.train_step = step_or_die
+        main(cut)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert main(cut) == 0
+    assert_same_end(tmp_path / "straight", tmp_path / "cut", 20)
 
 
 def test_a_continued_run_knows_the_losses_by_which_a_spike_is_told(data, tmp_path, monkeypatch):
