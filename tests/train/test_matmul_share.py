@@ -38,7 +38,7 @@ def test_products_and_the_rest_fill_the_time():
         for _ in range(10):
             torch.mm(a, a)
     elapsed = time.perf_counter() - start
-    assert 0.5 * elapsed < products.seconds <= elapsed
+    assert 0.2 * elapsed < products.seconds <= elapsed
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 16), (2, 3, 64, 16)])
