@@ -23,7 +23,7 @@ from baltoro.agents.policy import Line, PolicyReply, Prompt, ScriptedPolicy
 from baltoro.agents.styles import style
 from baltoro.agents.task import Check, SubmissionBudget
 from baltoro.agents.trace import CommitRecord, ContextRecord, Trace, TurnRecord, read_trace
-from baltoro.sandbox.protocol import Binding, Command, LimitError
+from baltoro.sandbox.protocol import Binding, Command, LimitError, Sandbox, SandboxError
 
 
 async def play(
@@ -216,6 +216,32 @@ def test_a_task_with_absolute_paths_is_refused_by_a_driver_without_isolation(tmp
         assert trace.end is not None
         assert trace.end.failure is not None
         assert "process driver" in trace.end.failure.message
+
+    run_in_world(tmp_path, body)
+
+
+def test_a_sandbox_whose_making_failed_late_is_adopted_and_not_leaked(tmp_path):
+    """S07: the sandbox was made, the answer was an error."""
+
+    async def body(here: World) -> None:
+        create = here.keeper.driver.create
+        made = []
+
+        async def late(*arguments: object) -> Sandbox:
+            made.append(await create(*arguments))  # type: ignore[arg-type]
+            if len(made) == 1:
+                raise SandboxError("the answer was lost")
+            return made[-1]
+
+        here.keeper.driver.create = late  # type: ignore[method-assign]
+        failed = await play(here, [REPAIR, DONE])
+        assert failed.end is not None
+        assert failed.end.failure is not None
+        assert failed.end.failure.boundary == "sandbox"
+        trace = await play(here, [REPAIR, DONE])
+        assert trace.end is not None
+        assert trace.end.reward == 1.0
+        assert made[0] is made[1]
 
     run_in_world(tmp_path, body)
 

@@ -60,6 +60,10 @@ class Runner:
     ) -> Trace:
         """Run an episode to its end, or until `pause`; go on with it if its record is there.
 
+        episode: a name that no other episode of this keeper has.
+        group: of the rollouts that will be compared.
+        seed: of the policy's samples.
+
         Returns the record; one that is over is returned as it is. A machine failure is in the
         record and not raised. `ValueError` if the record is of another task, harness or seed.
         """
