@@ -2,8 +2,13 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from agents.worlds import (
@@ -483,3 +488,60 @@ def test_there_are_only_so_many_helpers(tmp_path):
         assert "there were 2 helpers already" in main[2]
 
     run_in_world(tmp_path, body)
+
+
+COUNTED = [sh(f"echo {number} >> log") for number in range(1, 9)]
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from agents.test_rollout import COUNTED
+from agents.worlds import DONE, plain_harness, repair_task, world
+from baltoro.agents.policy import ScriptedPolicy
+
+class Slow(ScriptedPolicy):
+    async def reply(self, prompt):
+        await asyncio.sleep(0.2)
+        return await super().reply(prompt)
+
+async def main(folder):
+    async with world(folder) as here:
+        await here.runner(commit_every=3).run(
+            repair_task(), plain_harness(), Slow([*COUNTED, DONE]), episode="e", group="g", seed=1
+        )
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+def test_an_episode_killed_with_its_keeper_goes_on_without_doing_anything_twice(tmp_path):
+    path = tmp_path / "records/e.jsonl"
+    places = str(Path(__file__).parents[1])
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(tmp_path)], env={**os.environ, "PYTHONPATH": places}
+    )
+    deadline = time.monotonic() + 60
+    while not path.exists() or b'"turn":4' not in path.read_bytes():
+        assert child.poll() is None, "the child ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    child.kill()
+    child.wait()
+    before = read_trace(path)
+    assert before.end is None
+    assert len(before.resumable()) < len(before.records)
+
+    async def main() -> None:
+        async with world(tmp_path) as here:
+            trace = await here.runner(commit_every=3).run(
+                repair_task(),
+                plain_harness(),
+                ScriptedPolicy([*COUNTED, sh("cat log"), DONE]),
+                episode="e",
+                group="g",
+                seed=1,
+            )
+            assert observations(trace)[-1] == "".join(f"{n}\n" for n in range(1, 9))
+            assert [turn.turn for turn in trace.of(TurnRecord)] == list(range(10))
+            assert list((tmp_path / "boxes").iterdir()) == []
+
+    asyncio.run(main())
