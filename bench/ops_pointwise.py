@@ -201,6 +201,9 @@ def measure(op: Op, case: Case, impl: str) -> dict[str, float]:
     times = {"forward_ms": eager_ms(forward), "backward_ms": eager_ms(backward)}
     if impl == "triton":
         times["forward_graph_ms"] = graph_ms(forward)
+        times["step_graph_ms"] = graph_ms(
+            lambda: torch.autograd.grad(op(impl, *leaves), leaves, d_out)
+        )
         few = leaves_of(case, 16)
         few_out = op(impl, *few)
         few_d_out = torch.randn_like(few_out)

@@ -21,7 +21,9 @@ class Resources(NamedTuple):
     shared_bytes: int
 
 
-def resources(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Resources:
+def resources(
+    kernel: Any, arguments: dict[str, Any], num_warps: int, max_registers: int | None = None
+) -> Resources:
     """Resources of `kernel` on sm_90.
 
     `arguments` gives each its type as Triton writes it ("*bf16", "i32", a tuple of such), or its
@@ -46,9 +48,8 @@ def resources(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Resourc
         if value.startswith("*") or value.endswith(":16"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    built = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}
-    )
+    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()

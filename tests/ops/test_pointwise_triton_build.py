@@ -77,18 +77,23 @@ def test_the_mixture_compiles_without_lost_registers(num_sources, width):
     padded = triton.next_power_of_2(width)
     sources = ("*bf16",) * num_sources
     shared = {
-        "sources": sources, "norm_weight": "*bf16", "proj_weight": "*bf16", "out": "*bf16",
-        "stats": "*fp32", "num_tokens": "i32", "tokens_per_program": "i32",
-        "S": num_sources, "D": width, "BD": padded, "AHEAD": min(num_sources, attn_res.AHEAD),
+        "sources": sources, "norm_weight": "*bf16", "proj_weight": "*bf16", "stats": "*fp32",
+        "num_tokens": "i32", "tokens_per_program": "i32", "S": num_sources, "D": width,
+        "BD": padded,
     }  # fmt: skip
-    num_warps = attn_res.num_warps_of(padded)
-    forward = {**shared, "eps": "fp32", "IS_KEPT": True}
-    backward = {**shared, "d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32"}
-    for kernel, arguments in (
-        (attn_res.forward_kernel, forward),
-        (attn_res.backward_kernel, backward),
+    forward_shape = attn_res.forward_shape(num_sources, padded)
+    backward_shape = attn_res.backward_shape(num_sources, padded)
+    forward = {"out": "*bf16", "eps": "fp32", "IS_KEPT": True}
+    forward["IS_HELD"] = forward_shape.held == num_sources
+    backward = {"d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32"}
+    backward["HELD"] = backward_shape.held
+    for kernel, others, shape in (
+        (attn_res.forward_kernel, forward, forward_shape),
+        (attn_res.backward_kernel, backward, backward_shape),
     ):
-        assert resources(kernel, arguments, num_warps).stack_bytes <= MAX_STACK_BYTES
+        arguments = {**shared, **others, "AHEAD": shape.ahead}
+        used = resources(kernel, arguments, shape.num_warps, shape.max_registers)
+        assert used.stack_bytes <= MAX_STACK_BYTES
 
 
 @pytest.mark.parametrize("has_gate", [False, True])
@@ -116,20 +121,17 @@ def test_the_norms_compile_without_lost_registers(width, has_gate):
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped):
     shared = {
-        "gate": pointer, "up": pointer, "out": pointer, "num_blocks": "i32", "width": "i32:16",
+        "gate": pointer, "up": pointer, "out": pointer, "width": "i32:16",
         "gate_stride": "i32:16", "up_stride": "i32:16", "out_stride": "i32:16", "beta": "fp32",
-        "linear_beta": "fp32", "BLOCK": situ.BLOCK, "IS_CAPPED": is_capped,
-        "IS_EXACT": pointer == "*fp32",
+        "linear_beta": "fp32", "BLOCK": situ.ROW_BLOCK, "IS_FLAT": False, "IS_CAPPED": is_capped,
+        "IS_EXACT": pointer == "*fp32", "IS_SQUARE": False,
     }  # fmt: skip
     backward = {
         **shared, "d_out": pointer, "d_gate": pointer, "d_up": pointer,
         "d_out_stride": "i32:16", "HAS_OUT": True,
     }  # fmt: skip
-    for kernel, arguments in (
-        (situ.situ_forward_kernel, shared),
-        (situ.situ_backward_kernel, backward),
-    ):
-        assert resources(kernel, arguments, situ.NUM_WARPS).stack_bytes == 0
+    for kernel, arguments in ((situ.forward_kernel, shared), (situ.backward_kernel, backward)):
+        assert resources(kernel, arguments, situ.ROW_WARPS).stack_bytes == 0
 
 
 @pytest.mark.parametrize("has_d_final", [False, True])
@@ -139,7 +141,7 @@ def test_the_convolution_compiles_without_lost_registers(has_state, has_d_final)
         "x": "*bf16", "weight": "*fp32", "state": "*bf16" if has_state else None,
         "positions": "*i32", "sequences": "*i32", "num_tokens": "i32", "strip": "i32:16",
         "x_stride": "i32:16", "num_channels": "i32:16", "W": 4, "BC": short_conv.CHANNELS,
-        "ROWS": short_conv.ROWS, "HAS_STATE": has_state,
+        "HAS_STATE": has_state,
     }  # fmt: skip
     backward = {
         **shared, "cu_seqlens": "*i32", "d_y": "*bf16", "d_x": "*bf16",
@@ -147,8 +149,8 @@ def test_the_convolution_compiles_without_lost_registers(has_state, has_d_final)
         "d_y_stride": "i32:16", "HAS_D_FINAL": has_d_final,
     }  # fmt: skip
     for kernel, arguments in (
-        (short_conv.forward_kernel, {**shared, "y": "*bf16"}),
-        (short_conv.backward_kernel, backward),
+        (short_conv.forward_kernel, {**shared, "y": "*bf16", "ROWS": short_conv.FORWARD_ROWS}),
+        (short_conv.backward_kernel, {**backward, "ROWS": short_conv.BACKWARD_ROWS}),
     ):
         assert resources(kernel, arguments, 1).stack_bytes <= MAX_STACK_BYTES
 

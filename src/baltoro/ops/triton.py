@@ -1,7 +1,11 @@
-"""What the Triton kernels of several operators share: their refusals, and sums over rows."""
+"""What the Triton kernels of several operators share: refusals, registration, sums over rows."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
@@ -24,6 +28,32 @@ def refuse_unserved(op: str, *tensors: Tensor) -> None:
         raise ImplError(f"{op}: impl='triton' needs tensors on a CUDA device, not on {device}")
 
 
+def as_operator(
+    name: str, run: Callable[..., Any], outputs: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`run` as torch's operator `baltoro::name`, which `torch.compile` does not look into.
+
+    `outputs` takes the same arguments and returns tensors of the same shapes, unfilled. `run`
+    mutates no argument. A call costs Python a third of what `torch.library.custom_op` does.
+    """
+    qualified = f"baltoro::{name}"
+    torch.library.define(qualified, torch.library.infer_schema(run, mutates_args=()))
+    torch.library.impl(qualified, ("cuda", "cpu"), run)
+    torch.library.register_fake(qualified, outputs)
+    operator: Callable[..., Any] = getattr(torch.ops.baltoro, name).default
+    return operator
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; Triton's own costs microseconds on the host."""
+    return -(-a // b)
+
+
+def padded_width(width: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (width - 1).bit_length()
+
+
 def rows_of(x: Tensor) -> Tensor:
     """`x` as `[rows, D]` whose rows are contiguous, without a copy where strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
@@ -34,3 +64,24 @@ def rows_of(x: Tensor) -> Tensor:
 def add_pairs(a_0, b_0, a_1, b_1):
     """Combines two sums at once: `tl.reduce((a, b), axis, add_pairs)`."""
     return a_0 + a_1, b_0 + b_1
+
+
+@triton.jit
+def reciprocal(x):
+    """1 / x of a normal x > 0, off by 3 units in the last place at most."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
+def widen_again(x):
+    """`x.to(tl.float32)` of a tile that is to stay as narrow as it is between two uses.
+
+    The compiler would else find the two conversions equal and hold the wide tile.
+    """
+    if x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        wide = bits.to(tl.float32, bitcast=True)
+    else:
+        wide = x
+    return wide

@@ -1,28 +1,29 @@
-"""The attention-residual mixture on an NVIDIA GPU: one pass over the sources each way.
+"""The attention-residual mixture on an NVIDIA GPU: one read of the sources from memory each way.
 
-Forward: an online softmax over the sources of a token. Backward: with the row sum
-delta = dout . out, which is sum_j p_j dout . v_j, each source needs only itself,
+    ds_j = p_j (dout . v_j - sum_i p_i dout . v_i)
+    dv_j = p_j dout + ds_j (r_j q - s_j r_j^2 v_j / D)
 
-    ds_j = p_j (dout . v_j - delta)    dv_j = p_j dout + ds_j (r_j q - s_j r_j^2 v_j / D)
-
-so `out` is kept beside the sources (the norm that follows keeps it anyway), and 2 S + 1 numbers a
-token: r_j = 1/rms(v_j), the scores s_j and their log-sum-exp. A program takes a range of tokens and
-adds up its part of dq = sum_tj ds_j r_j v_j; a last kernel sums the parts in a fixed order.
+The sources of a token stay in registers (`IS_HELD`) where they fit. Where they do not, the forward
+pass is an online softmax, and the backward pass, which needs dout . v_j of all sources first, reads
+a token's sources twice, the second time from cache. Kept are r_j = 1/rms(v_j) and the scores s_j.
+A program takes a range of tokens and adds up its part of dq = sum_tj ds_j r_j v_j; a last kernel
+sums the parts in a fixed order.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import add_pairs, refuse_unserved
+from ..triton import add_pairs, as_operator, cdiv, padded_width, refuse_unserved, widen_again
 
-MAX_TOKENS_PER_PROGRAM = 16  # of a forward program, which reads the query once for all of them
-MAX_PROGRAMS = 132 * 8  # of the backward pass, and parts of dq
+MAX_TOKENS_PER_PROGRAM = 4  # of a forward program, which reads the query once for all of them
+MAX_PROGRAMS = 132 * 8  # of the forward pass, for fewer tokens than fill the device
+MAX_PROGRAM_WARPS = 132 * 16  # of the backward pass; each program has a part of dq
 SUM_COLUMNS = 16
-AHEAD = 2  # sources on their way while one is worked on
 
 
 @triton.jit
@@ -39,9 +40,10 @@ def load_query(norm_weight, proj_weight, columns, is_column):
 @triton.jit(do_not_specialize=["num_tokens", "tokens_per_program"])
 def forward_kernel(
     sources, norm_weight, proj_weight, out, stats, num_tokens, tokens_per_program, eps,
-    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, IS_KEPT: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+    IS_HELD: tl.constexpr, IS_KEPT: tl.constexpr,
 ):  # fmt: skip
-    """A range of tokens."""
+    """A range of tokens; `AHEAD` sources are on their way while one is worked on."""
     columns = tl.arange(0, BD)
     is_column = columns < D
     query = load_query(norm_weight, proj_weight, columns, is_column)  # [BD]
@@ -55,7 +57,7 @@ def forward_kernel(
         mixed = tl.zeros([BD], tl.float32)
         top = float("-inf")
         total = 0.0
-        stat = stats + t * (2 * S + 1)
+        scores: tl.tuple = ()
         for j in tl.static_range(S):
             if j + AHEAD < S:
                 rows += (load_row(sources[j + AHEAD], start, columns, is_column),)
@@ -63,26 +65,32 @@ def forward_kernel(
             square, dot = tl.reduce((value * value, value * query), 0, add_pairs)
             rstd = tl.rsqrt(square / D + eps)
             score = dot * rstd
-            new_top = tl.maximum(top, score)
-            scale = tl.exp(top - new_top)
-            weight = tl.exp(score - new_top)
-            mixed = mixed * scale + weight * value
-            total = total * scale + weight
-            top = new_top
             if IS_KEPT:
-                tl.store(stat + j, rstd)
-                tl.store(stat + S + j, score)
+                tl.store(stats + t * (2 * S) + j, rstd)
+                tl.store(stats + t * (2 * S) + S + j, score)
+            new_top = tl.maximum(top, score)
+            if IS_HELD:
+                scores += (score,)
+            else:
+                weight = tl.exp(score - new_top)
+                scale = tl.exp(top - new_top)
+                mixed = mixed * scale + weight * value
+                total = total * scale + weight
+            top = new_top
+        if IS_HELD:
+            for j in tl.static_range(S):
+                weight = tl.exp(scores[j] - top)
+                mixed += weight * widen_again(rows[j])
+                total += weight
         mixed = mixed / total
         tl.store(out + start + columns, mixed.to(out.dtype.element_ty), mask=is_column)
-        if IS_KEPT:
-            tl.store(stat + 2 * S, top + tl.log(total))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "tokens_per_program"])
 def backward_kernel(
-    sources, d_sources, norm_weight, proj_weight, out, d_out, stats, d_query_parts,
+    sources, d_sources, norm_weight, proj_weight, d_out, stats, d_query_parts,
     num_tokens, tokens_per_program,
-    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, AHEAD: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the sources for a range of tokens, and its part of the query's."""
     columns = tl.arange(0, BD)
@@ -93,26 +101,43 @@ def backward_kernel(
     for i in range(tl.minimum(tokens_per_program, num_tokens - first)):
         t = (first + i).to(tl.int64)
         start = t * D
+        d_mixed = load_row(d_out, start, columns, is_column).to(tl.float32)
         rows: tl.tuple = ()
         for j in tl.static_range(AHEAD):
             rows += (load_row(sources[j], start, columns, is_column),)
-        d_mixed = load_row(d_out, start, columns, is_column).to(tl.float32)
-        delta = tl.sum(d_mixed * load_row(out, start, columns, is_column).to(tl.float32), 0)
-        stat = stats + t * (2 * S + 1)
-        lse = tl.load(stat + 2 * S)
+        stat = stats + t * (2 * S)
+        top = float("-inf")
+        for j in tl.static_range(S):
+            top = tl.maximum(top, tl.load(stat + S + j))
+        total = 0.0
+        for j in tl.static_range(S):
+            total += tl.exp(tl.load(stat + S + j) - top)
+        mean = 0.0
+        dots: tl.tuple = ()
         for j in tl.static_range(S):
             if j + AHEAD < S:
                 rows += (load_row(sources[j + AHEAD], start, columns, is_column),)
-            rstd = tl.load(stat + j)
-            score = tl.load(stat + S + j)
-            value = rows[j].to(tl.float32)
-            prob = tl.exp(score - lse)
-            d_score = prob * (tl.sum(d_mixed * value, 0) - delta)
-            along_query = d_score * rstd
+            dots += (tl.sum(d_mixed * rows[j].to(tl.float32), 0),)
+            mean += tl.exp(tl.load(stat + S + j) - top) / total * dots[j]
+        again: tl.tuple = ()
+        for k in tl.static_range(AHEAD):
+            if k < S - HELD:
+                again += (load_row(sources[S - HELD - 1 - k], start, columns, is_column),)
+        for k in tl.static_range(S):  # source S - 1 - k
+            if k < HELD:
+                value = widen_again(rows[S - 1 - k])
+            else:
+                if k + AHEAD < S:
+                    again += (load_row(sources[S - 1 - k - AHEAD], start, columns, is_column),)
+                value = again[k - HELD].to(tl.float32)
+            rstd = tl.load(stat + S - 1 - k)
+            score = tl.load(stat + 2 * S - 1 - k)
+            prob = tl.exp(score - top) / total
+            along_query = prob * (dots[S - 1 - k] - mean) * rstd
             along_value = -along_query * rstd * score / D
             d_query += along_query * value
             d_value = prob * d_mixed + along_query * query + along_value * value
-            d_source = d_sources[j]
+            d_source = d_sources[S - 1 - k]
             tl.store(
                 d_source + start + columns, d_value.to(d_source.dtype.element_ty), mask=is_column
             )
@@ -142,89 +167,110 @@ def query_kernel(
     tl.store(d_proj + columns, (d_query * norm).to(d_proj.dtype.element_ty), mask=is_column)
 
 
-def num_warps_of(width: int) -> int:
-    """Warps that share a row: 16 numbers a lane up to a width of 8192."""
-    return min(16, max(1, width // 512))
+class Shape(NamedTuple):
+    """How programs take the rows of a token."""
+
+    num_warps: int
+    ahead: int  # sources on their way
+    held: int  # sources that stay in registers; of a forward program all or none
+    max_registers: int | None = None
 
 
-@torch.library.custom_op("baltoro::attn_res_forward", mutates_args=())
+def forward_shape(num_sources: int, padded: int) -> Shape:
+    """For `num_sources` rows of `padded` numbers."""
+    if padded <= 1024:
+        is_held = num_sources * padded <= 6144
+        return Shape(1, num_sources if is_held else 2, num_sources if is_held else 0)
+    return Shape(min(16, padded // 512), min(num_sources, 2), 0)
+
+
+def backward_shape(num_sources: int, padded: int) -> Shape:
+    """For `num_sources` rows of `padded` numbers."""
+    num_warps = 1 if padded <= 1024 else min(16, padded // 512)
+    if num_sources * padded <= 5120 * num_warps:
+        return Shape(num_warps, num_sources, num_sources)
+    return Shape(num_warps, 1, 0)
+
+
 def _forward(
     sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float, is_kept: bool
 ) -> tuple[Tensor, Tensor]:
-    out, stats = _outputs(sources, is_kept)
-    T, D = out.shape
+    out, stats = _outputs(sources, norm_weight, proj_weight, eps, is_kept)
+    (T, D), S = out.shape, len(sources)
     if T > 0:
-        BD = triton.next_power_of_2(D)
-        tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, triton.cdiv(T, MAX_PROGRAMS))
-        forward_kernel[(triton.cdiv(T, tokens_per_program),)](
+        BD = padded_width(D)
+        shape = forward_shape(S, BD)
+        tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
+        forward_kernel[(cdiv(T, tokens_per_program),)](
             tuple(sources), norm_weight, proj_weight, out, stats, T, tokens_per_program, eps,
-            S=len(sources), D=D, BD=BD, AHEAD=min(len(sources), AHEAD), IS_KEPT=is_kept,
-            num_warps=num_warps_of(BD),
+            S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.held == S, IS_KEPT=is_kept,
+            num_warps=shape.num_warps, maxnreg=shape.max_registers,
         )  # fmt: skip
     return out, stats
 
 
-def _outputs(sources: Sequence[Tensor], is_kept: bool) -> tuple[Tensor, Tensor]:
-    """Unfilled mixture `[T, D]`, and 1/rms, scores and log-sum-exp `[T, 2 S + 1]`."""
+def _outputs(
+    sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float, is_kept: bool
+) -> tuple[Tensor, Tensor]:
+    """Unfilled mixture `[T, D]`, and 1/rms and scores `[T, 2 S]`."""
     first = sources[0]
-    kept = 2 * len(sources) + 1 if is_kept else 0
-    stats = first.new_empty(first.shape[0], kept, dtype=torch.float32)
-    return torch.empty_like(first), stats
+    kept = 2 * len(sources) if is_kept else 0
+    return torch.empty_like(first), first.new_empty(first.shape[0], kept, dtype=torch.float32)
 
 
-@_forward.register_fake
-def _(sources, norm_weight, proj_weight, eps, is_kept):
-    return _outputs(sources, is_kept)
-
-
-@torch.library.custom_op("baltoro::attn_res_backward", mutates_args=())
 def _backward(
     sources: Sequence[Tensor],
     norm_weight: Tensor,
     proj_weight: Tensor,
-    out: Tensor,
     stats: Tensor,
     d_out: Tensor,
 ) -> list[Tensor]:
-    d_norm, d_proj, *d_sources = _gradients(sources, norm_weight, proj_weight)
-    T, D = out.shape
-    BD = triton.next_power_of_2(D)
-    tokens_per_program = max(1, triton.cdiv(T, MAX_PROGRAMS))
-    num_programs = triton.cdiv(T, tokens_per_program)
-    parts = out.new_empty(num_programs, D, dtype=torch.float32)
+    d_norm, d_proj, *d_sources = grads = _gradients(sources, norm_weight, proj_weight, stats, d_out)
+    (T, D), S = d_out.shape, len(sources)
+    BD = padded_width(D)
+    shape = backward_shape(S, BD)
+    tokens_per_program = max(1, cdiv(T * shape.num_warps, MAX_PROGRAM_WARPS))
+    num_programs = cdiv(T, tokens_per_program)
+    parts = d_out.new_empty(num_programs, D, dtype=torch.float32)
     if T > 0:
         backward_kernel[(num_programs,)](
-            tuple(sources), tuple(d_sources), norm_weight, proj_weight, out, d_out, stats, parts,
+            tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats, parts,
             T, tokens_per_program,
-            S=len(sources), D=D, BD=BD, AHEAD=min(len(sources), AHEAD), num_warps=num_warps_of(BD),
+            S=S, D=D, BD=BD, AHEAD=shape.ahead, HELD=shape.held, num_warps=shape.num_warps,
+            maxnreg=shape.max_registers,
         )  # fmt: skip
-    query_kernel[(triton.cdiv(D, SUM_COLUMNS),)](
+    query_kernel[(cdiv(D, SUM_COLUMNS),)](
         parts, norm_weight, proj_weight, d_norm, d_proj, num_programs, D=D, BP=128, BD=SUM_COLUMNS
     )
-    return [d_norm, d_proj, *d_sources]
+    return grads
 
 
-def _gradients(sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor) -> list[Tensor]:
+def _gradients(
+    sources: Sequence[Tensor],
+    norm_weight: Tensor,
+    proj_weight: Tensor,
+    stats: Tensor,
+    d_out: Tensor,
+) -> list[Tensor]:
     """Unfilled gradients of the two weights and of the sources."""
     return [torch.empty_like(x) for x in (norm_weight, proj_weight, *sources)]
 
 
-@_backward.register_fake
-def _(sources, norm_weight, proj_weight, out, stats, d_out):
-    return _gradients(sources, norm_weight, proj_weight)
+_forward_operator = as_operator("attn_res_forward", _forward, _outputs)
+_backward_operator = as_operator("attn_res_backward", _backward, _gradients)
 
 
 class _AttnResMix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, eps, norm_weight, proj_weight, *sources):
-        out, stats = _forward(sources, norm_weight, proj_weight, eps, True)
-        ctx.save_for_backward(norm_weight, proj_weight, out, stats, *sources)
+        out, stats = _forward_operator(sources, norm_weight, proj_weight, eps, True)
+        ctx.save_for_backward(norm_weight, proj_weight, stats, *sources)
         return out
 
     @staticmethod
     def backward(ctx, d_out):
-        norm_weight, proj_weight, out, stats, *sources = ctx.saved_tensors
-        grads = _backward(sources, norm_weight, proj_weight, out, stats, d_out.contiguous())
+        norm_weight, proj_weight, stats, *sources = ctx.saved_tensors
+        grads = _backward_operator(sources, norm_weight, proj_weight, stats, d_out.contiguous())
         return None, *grads
 
 
@@ -237,4 +283,5 @@ def attn_res_mix(
     weights = (norm_weight.contiguous(), proj_weight.contiguous())
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*values, *weights)):
         return _AttnResMix.apply(eps, *weights, *values)
-    return _forward(values, *weights, eps, False)[0]
+    out: Tensor = _forward_operator(values, *weights, eps, False)[0]
+    return out

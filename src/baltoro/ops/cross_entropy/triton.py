@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import refuse_unserved
+from ..triton import as_operator, cdiv, refuse_unserved
 
 RANGE_NUMBERS = 2**28  # logits of a range
-LOSS_BLOCK, LOSS_WARPS = 4096, 8
+LOSS_BLOCK, LOSS_WARPS = 4096, 4
 GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 
 
@@ -72,7 +72,6 @@ def _logits_of(hidden: Tensor, weight: Tensor, rows: slice, buffer: Tensor | Non
     return torch.mm(hidden[rows], weight.mT, out=buffer[: rows.stop - rows.start])
 
 
-@torch.library.custom_op("baltoro::linear_cross_entropy_forward", mutates_args=())
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
@@ -95,12 +94,13 @@ def _outputs(hidden: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.new_empty(T, dtype=torch.float32), hidden.new_empty(T, dtype=torch.float32)
 
 
-@_forward.register_fake
-def _(hidden, weight, targets, ignore_index):
+def _forward_outputs(hidden, weight, targets, ignore_index):
     return _outputs(hidden)
 
 
-@torch.library.custom_op("baltoro::linear_cross_entropy_backward", mutates_args=())
+_forward_operator = as_operator("linear_cross_entropy_forward", _forward, _forward_outputs)
+
+
 def _backward(
     hidden: Tensor,
     weight: Tensor,
@@ -116,33 +116,40 @@ def _backward(
     for rows in _ranges(hidden.shape[0], W):
         logits = _logits_of(hidden, weight, rows, buffer)
         buffer = logits if buffer is None else buffer
-        gradient_kernel[(logits.shape[0], triton.cdiv(W, GRADIENT_BLOCK))](
+        gradient_kernel[(logits.shape[0], cdiv(W, GRADIENT_BLOCK))](
             logits, targets[rows], lse[rows], d_losses[rows], W, ignore_index,
             BW=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS,
         )  # fmt: skip
         torch.mm(logits, weight, out=d_hidden[rows])
         # what an ignored row holds may not reach the weight, not even times 0
         kept = hidden[rows].masked_fill((targets[rows] == ignore_index).unsqueeze(1), 0.0)
-        d_weight += torch.mm(logits.mT, kept)
+        if d_weight.dtype == logits.dtype:
+            d_weight.addmm_(logits.mT, kept)
+        else:
+            torch.addmm(d_weight, logits.mT, kept, out_dtype=d_weight.dtype, out=d_weight)
     return d_hidden, d_weight.to(weight.dtype)
 
 
-@_backward.register_fake
-def _(hidden, weight, targets, lse, d_losses, ignore_index):
+def _backward_outputs(hidden, weight, targets, lse, d_losses, ignore_index):
     return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)
+
+
+_backward_operator = as_operator("linear_cross_entropy_backward", _backward, _backward_outputs)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, ignore_index):
-        losses, lse = _forward(hidden, weight, targets, ignore_index)
+        losses, lse = _forward_operator(hidden, weight, targets, ignore_index)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.ignore_index = ignore_index
         return losses
 
     @staticmethod
     def backward(ctx, d_losses):
-        d_hidden, d_weight = _backward(*ctx.saved_tensors, d_losses.contiguous(), ctx.ignore_index)
+        d_hidden, d_weight = _backward_operator(
+            *ctx.saved_tensors, d_losses.contiguous(), ctx.ignore_index
+        )
         return d_hidden, d_weight, None, None
 
 
@@ -154,4 +161,4 @@ def linear_cross_entropy(
     targets = targets.contiguous()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index)
-    return _forward(hidden, weight, targets, ignore_index)[0]
+    return _forward_operator(hidden, weight, targets, ignore_index)[0]

@@ -10,15 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import add_pairs, refuse_unserved, rows_of
+from ..triton import add_pairs, as_operator, cdiv, padded_width, refuse_unserved, rows_of
 
 MAX_PROGRAMS = 132 * 16  # of the backward pass, and parts of dw
 
 
 @triton.jit
-def load_tile(x, rows, stride, columns, is_here):
-    offsets = rows[:, None] * stride + columns[None, :]
-    return tl.load(x + offsets, mask=is_here, other=0.0).to(tl.float32)
+def load_tile(x, rows, stride, columns, last, D: tl.constexpr):
+    """The rows before `last`."""
+    is_here = (rows < last)[:, None] & (columns < D)[None, :]
+    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=is_here, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_per_program"])
@@ -26,22 +27,30 @@ def forward_kernel(
     x, weight, gate_logits, out, num_rows, tiles_per_program, x_stride, gate_stride, eps,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """A range of rows, `BR` at a time."""
+    """A range of rows, `BR` at a time; the next ones are on their way."""
     columns = tl.arange(0, BD)
-    is_column = columns < D
-    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    w = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     first = tl.program_id(0).to(tl.int64) * tiles_per_program * BR
+    last = tl.minimum(first + tiles_per_program * BR, num_rows)
+    rows = first + tl.arange(0, BR)
+    x_tile = load_tile(x, rows, x_stride, columns, last, D)  # [BR, BD]
+    gate_tile = x_tile
+    if HAS_GATE:
+        gate_tile = load_tile(gate_logits, rows, gate_stride, columns, last, D)
     for i in range(tiles_per_program):
         rows = first + i * BR + tl.arange(0, BR)
-        is_here = (rows < num_rows)[:, None] & is_column[None, :]
-        value = load_tile(x, rows, x_stride, columns, is_here)  # [BR, BD]
+        value = x_tile.to(tl.float32)
+        gate_value = gate_tile
+        x_tile = load_tile(x, rows + BR, x_stride, columns, last, D)
+        if HAS_GATE:
+            gate_tile = load_tile(gate_logits, rows + BR, gate_stride, columns, last, D)
         normed = value * tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
         if HAS_GATE:
-            gate = tl.sigmoid(load_tile(gate_logits, rows, gate_stride, columns, is_here))
-            y = normed * w * gate
+            y = normed * w * tl.sigmoid(gate_value.to(tl.float32))
         else:
             # the weight multiplies the rounded quotient
             y = normed.to(x.dtype.element_ty).to(tl.float32) * w
+        is_here = (rows < last)[:, None] & (columns < D)[None, :]
         offsets = rows[:, None] * D + columns[None, :]
         tl.store(out + offsets, y.to(out.dtype.element_ty), mask=is_here)
 
@@ -54,23 +63,33 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradients of a range of rows, and its part of the weight's."""
     columns = tl.arange(0, BD)
-    is_column = columns < D
-    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+    w = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
     d_weight = tl.zeros([BR, BD], tl.float32)
     first = tl.program_id(0).to(tl.int64) * tiles_per_program * BR
+    last = tl.minimum(first + tiles_per_program * BR, num_rows)
+    rows = first + tl.arange(0, BR)
+    x_tile = load_tile(x, rows, x_stride, columns, last, D)  # [BR, BD]
+    d_tile = load_tile(d_out, rows, d_out_stride, columns, last, D)
+    gate_tile = x_tile
+    if HAS_GATE:
+        gate_tile = load_tile(gate_logits, rows, gate_stride, columns, last, D)
     for i in range(tiles_per_program):
         rows = first + i * BR + tl.arange(0, BR)
-        is_here = (rows < num_rows)[:, None] & is_column[None, :]
-        value = load_tile(x, rows, x_stride, columns, is_here)  # [BR, BD]
-        d_normed = load_tile(d_out, rows, d_out_stride, columns, is_here)
+        value = x_tile.to(tl.float32)
+        d_normed = d_tile.to(tl.float32)
+        gate_value = gate_tile
+        x_tile = load_tile(x, rows + BR, x_stride, columns, last, D)
+        d_tile = load_tile(d_out, rows + BR, d_out_stride, columns, last, D)
         if HAS_GATE:
-            gate = tl.sigmoid(load_tile(gate_logits, rows, gate_stride, columns, is_here))
+            gate_tile = load_tile(gate_logits, rows + BR, gate_stride, columns, last, D)
+            gate = tl.sigmoid(gate_value.to(tl.float32))
             d_normed *= gate
         square, dot = tl.reduce((value * value, d_normed * value * w), 1, add_pairs)
         rstd = tl.rsqrt(square / D + eps)[:, None]
         normed = value * rstd
         product = d_normed * normed
         d_weight += product
+        is_here = (rows < last)[:, None] & (columns < D)[None, :]
         offsets = rows[:, None] * D + columns[None, :]
         d_value = (d_normed * w - normed * (dot[:, None] * rstd / D)) * rstd
         tl.store(d_x + offsets, d_value.to(d_x.dtype.element_ty), mask=is_here)
@@ -80,18 +99,17 @@ def backward_kernel(
                 d_gate_logits + offsets, d_gate.to(d_gate_logits.dtype.element_ty), mask=is_here
             )
     parts = d_weight_parts + tl.program_id(0) * D + columns
-    tl.store(parts, tl.sum(d_weight, 0), mask=is_column)
+    tl.store(parts, tl.sum(d_weight, 0), mask=columns < D)
 
 
 def tile_of(width: int) -> tuple[int, int]:
     """Rows and warps of a tile: 32 numbers a lane; a row is not shared by warps up to 1024."""
-    padded = triton.next_power_of_2(width)
+    padded = padded_width(width)
     if padded <= 256:
         return 4096 // padded, 4
     return max(1, 1024 // padded), min(16, max(1, padded // 1024))
 
 
-@torch.library.custom_op("baltoro::rms_norm_forward", mutates_args=())
 def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) -> Tensor:
     out = x.new_empty(x.shape)
     D = x.shape[-1]
@@ -99,23 +117,24 @@ def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) 
         rows = rows_of(x)
         gate = None if gate_logits is None else rows_of(gate_logits)
         BR, num_warps = tile_of(D)
-        tiles = triton.cdiv(rows.shape[0], BR)
-        tiles_per_program = min(8, triton.cdiv(tiles, 4 * MAX_PROGRAMS))
-        forward_kernel[(triton.cdiv(tiles, tiles_per_program),)](
+        tiles = cdiv(rows.shape[0], BR)
+        tiles_per_program = min(8, cdiv(tiles, 4 * MAX_PROGRAMS))
+        forward_kernel[(cdiv(tiles, tiles_per_program),)](
             rows, weight, gate, out, rows.shape[0], tiles_per_program,
             rows.stride(0), 0 if gate is None else gate.stride(0), eps,
-            D=D, BR=BR, BD=triton.next_power_of_2(D), HAS_GATE=gate is not None,
+            D=D, BR=BR, BD=padded_width(D), HAS_GATE=gate is not None,
             num_warps=num_warps,
         )  # fmt: skip
     return out
 
 
-@_forward.register_fake
-def _(x, weight, gate_logits, eps):
+def _forward_outputs(x, weight, gate_logits, eps):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("baltoro::rms_norm_backward", mutates_args=())
+_forward_operator = as_operator("rms_norm_forward", _forward, _forward_outputs)
+
+
 def _backward(
     x: Tensor, weight: Tensor, gate_logits: Tensor | None, d_out: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,14 +145,14 @@ def _backward(
     rows, d_rows = rows_of(x), rows_of(d_out)
     gate = None if gate_logits is None else rows_of(gate_logits)
     BR, num_warps = tile_of(D)
-    tiles = triton.cdiv(rows.shape[0], BR)
-    tiles_per_program = triton.cdiv(tiles, MAX_PROGRAMS // num_warps)
-    num_programs = triton.cdiv(tiles, tiles_per_program)
+    tiles = cdiv(rows.shape[0], BR)
+    tiles_per_program = cdiv(tiles, MAX_PROGRAMS // num_warps)
+    num_programs = cdiv(tiles, tiles_per_program)
     parts = x.new_empty(num_programs, D, dtype=torch.float32)
     backward_kernel[(num_programs,)](
         rows, weight, gate, d_rows, d_x, d_gate_logits, parts, rows.shape[0], tiles_per_program,
         rows.stride(0), 0 if gate is None else gate.stride(0), d_rows.stride(0), eps,
-        D=D, BR=BR, BD=triton.next_power_of_2(D), HAS_GATE=gate is not None, num_warps=num_warps,
+        D=D, BR=BR, BD=padded_width(D), HAS_GATE=gate is not None, num_warps=num_warps,
     )  # fmt: skip
     return d_x, d_weight.copy_(parts.sum(0)), d_gate_logits
 
@@ -151,9 +170,11 @@ def _gradients(
     )
 
 
-@_backward.register_fake
-def _(x, weight, gate_logits, d_out, eps):
+def _backward_outputs(x, weight, gate_logits, d_out, eps):
     return _gradients(x, weight, gate_logits)
+
+
+_backward_operator = as_operator("rms_norm_backward", _backward, _backward_outputs)
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -161,12 +182,12 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx, x, weight, gate_logits, eps):
         ctx.save_for_backward(x, weight, gate_logits)
         ctx.eps = eps
-        return _forward(x, weight, gate_logits, eps)
+        return _forward_operator(x, weight, gate_logits, eps)
 
     @staticmethod
     def backward(ctx, d_out):
         x, weight, gate_logits = ctx.saved_tensors
-        d_x, d_weight, d_gate_logits = _backward(x, weight, gate_logits, d_out, ctx.eps)
+        d_x, d_weight, d_gate_logits = _backward_operator(x, weight, gate_logits, d_out, ctx.eps)
         return d_x, d_weight, None if gate_logits is None else d_gate_logits, None
 
 
@@ -176,7 +197,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     weight = weight.contiguous()
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RmsNorm.apply(x, weight, None, eps)
-    return _forward(x, weight, None, eps)
+    return _forward_operator(x, weight, None, eps)
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -> Tensor:
@@ -186,4 +207,4 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -
     inputs = (x, weight, gate_logits)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return _RmsNorm.apply(*inputs, eps)
-    return _forward(*inputs, eps)
+    return _forward_operator(*inputs, eps)

@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..impl import ImplError
-from ..triton import refuse_unserved, rows_of
+from ..triton import as_operator, cdiv, padded_width, refuse_unserved, rows_of
 
 MAX_WIDTH = 4
 CHANNELS = 128  # of a program of one warp
-ROWS = 8  # on their way at once
-MAX_STRIP = 256
+FORWARD_ROWS, BACKWARD_ROWS = 8, 4  # on their way at once
+MAX_STRIP = 128
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
@@ -286,16 +286,15 @@ def state_gradient_kernel(
 
 def strip_of(num_tokens: int) -> int:
     """Tokens of a strip: some hundred strips, of at least 16 tokens."""
-    return min(MAX_STRIP, max(16, num_tokens // 256 // 16 * 16))
+    return min(MAX_STRIP, max(16, num_tokens // 512 // 16 * 16))
 
 
 def _blocks(num_channels: int) -> tuple[int, int]:
     """Channels of a program, and programs."""
-    BC = min(CHANNELS, triton.next_power_of_2(num_channels))
-    return BC, triton.cdiv(num_channels, BC)
+    BC = min(CHANNELS, padded_width(num_channels))
+    return BC, cdiv(num_channels, BC)
 
 
-@torch.library.custom_op("baltoro::short_conv_forward", mutates_args=())
 def _forward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -305,14 +304,14 @@ def _forward(
     BC, num_blocks = _blocks(C)
     constants = {"W": W, "BC": BC, "HAS_STATE": initial_state is not None, "num_warps": 1}
     if T > 0:
-        table_kernel[(triton.cdiv(T, 256),)](
+        table_kernel[(cdiv(T, 256),)](
             cu_seqlens, table[0], table[1], T, N, BT=256, LEVELS=(N.bit_length() + 3) // 4 * 4,
             num_warps=4,
         )  # fmt: skip
         strip = strip_of(T)
-        forward_kernel[(num_blocks * triton.cdiv(T, strip),)](
+        forward_kernel[(num_blocks * cdiv(T, strip),)](
             rows, weight, initial_state, table[0], table[1], y, T, strip, rows.stride(0), C,
-            ROWS=ROWS, **constants,
+            ROWS=FORWARD_ROWS, **constants,
         )  # fmt: skip
     final_state_kernel[(num_blocks * N,)](
         rows, initial_state, cu_seqlens, final_state, rows.stride(0), C, **constants
@@ -327,12 +326,13 @@ def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     return x.new_empty(T, C), final_state, cu_seqlens.new_empty(2, T)
 
 
-@_forward.register_fake
-def _(x, weight, cu_seqlens, initial_state):
+def _forward_outputs(x, weight, cu_seqlens, initial_state):
     return _outputs(x, weight, cu_seqlens)
 
 
-@torch.library.custom_op("baltoro::short_conv_backward", mutates_args=())
+_forward_operator = as_operator("short_conv_forward", _forward, _forward_outputs)
+
+
 def _backward(
     x: Tensor,
     weight: Tensor,
@@ -348,13 +348,13 @@ def _backward(
     BC, num_blocks = _blocks(C)
     constants = {"W": W, "BC": BC, "HAS_D_FINAL": d_final_state is not None, "num_warps": 1}
     strip = strip_of(T)
-    num_strips = triton.cdiv(T, strip)
+    num_strips = cdiv(T, strip)
     parts = x.new_empty(num_strips, W, C, dtype=torch.float32)
     if T > 0:
         backward_kernel[(num_blocks * num_strips,)](
             rows, weight, initial_state, table[0], table[1], cu_seqlens, d_rows, d_final_state,
             d_x, parts, T, strip, rows.stride(0), d_rows.stride(0), C,
-            ROWS=ROWS, HAS_STATE=initial_state is not None, **constants,
+            ROWS=BACKWARD_ROWS, HAS_STATE=initial_state is not None, **constants,
         )  # fmt: skip
     if initial_state is not None:
         state_gradient_kernel[(num_blocks * N,)](
@@ -372,15 +372,17 @@ def _gradients(
     return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(state_shape)
 
 
-@_backward.register_fake
-def _(x, weight, cu_seqlens, initial_state, table, d_y, d_final_state):
+def _backward_outputs(x, weight, cu_seqlens, initial_state, table, d_y, d_final_state):
     return _gradients(x, weight, initial_state)
+
+
+_backward_operator = as_operator("short_conv_backward", _backward, _backward_outputs)
 
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, cu_seqlens, initial_state):
-        y, final_state, table = _forward(x, weight, cu_seqlens, initial_state)
+        y, final_state, table = _forward_operator(x, weight, cu_seqlens, initial_state)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight, cu_seqlens, initial_state, table)
         return y, final_state
@@ -392,7 +394,7 @@ class _ShortConv(torch.autograd.Function):
             d_y = torch.zeros_like(x)
         if d_final_state is not None:
             d_final_state = d_final_state.contiguous()
-        d_x, d_weight, d_state = _backward(
+        d_x, d_weight, d_state = _backward_operator(
             x, weight, cu_seqlens, initial_state, table, d_y, d_final_state
         )
         return d_x, d_weight, None, None if initial_state is None else d_state
@@ -414,4 +416,4 @@ def short_conv(
     inputs = (x, weight, *states)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return _ShortConv.apply(x, weight, cu_seqlens, initial_state)
-    return _forward(x, weight, cu_seqlens, initial_state)[:2]
+    return _forward_operator(x, weight, cu_seqlens, initial_state)[:2]
