@@ -187,7 +187,7 @@ def forward_shape(num_sources: int, padded: int) -> Shape:
 def backward_shape(num_sources: int, padded: int) -> Shape:
     """For `num_sources` rows of `padded` numbers."""
     num_warps = 1 if padded <= 1024 else min(16, padded // 512)
-    if num_sources * padded <= 5120 * num_warps:
+    if padded <= 4096 and num_sources * padded <= 5120 * num_warps:
         return Shape(num_warps, num_sources, num_sources)
     return Shape(num_warps, 1, 0)
 
