@@ -126,14 +126,14 @@ def judge_activations(results: Results) -> list[Finding]:
 
 
 def hot_config(num_steps: int) -> PretrainConfig:
-    """nano at eight times its learning rate."""
+    """nano at 32 times its learning rate, steps of 1,024 tokens."""
     config = nano_config(num_steps, tokens_per_step=1024)
-    return replace(config, {"schedule.peak": 8 * config.schedule.peak})
+    return replace(config, {"schedule.peak": 32 * config.schedule.peak})
 
 
 ACTIVATIONS = Study(
     name="activations",
-    setting="nano without sight at 8 times its rate, 150 steps of 1,024 tokens, context 512",
+    setting="nano without sight at 32 times its rate, 120 steps of 1,024 tokens, context 512",
     arms=(
         Arm(name="both", what="norm before W_up, SiTU"),
         Arm(name="norm", what="norm before W_up, SwiGLU", changes={_ACTIVATION: "silu"}),
@@ -144,8 +144,8 @@ ACTIVATIONS = Study(
             changes={_NORM: False, _ACTIVATION: "silu"},
         ),
     ),
-    num_steps=150,
-    seconds=240.0,
+    num_steps=120,
+    seconds=200.0,
     base=hot_config,
     measure=measure_activations,
 )
