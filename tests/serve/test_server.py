@@ -91,13 +91,13 @@ def test_a_tool_is_called_the_same_streamed_and_whole(client: TestClient, script
     assert got["tool_calls"][0]["index"] == 0 and got["finish_reason"] == "tool_calls"
 
 
-def test_a_tool_result_goes_back_with_its_call(client: TestClient, scripted: Any) -> None:
-    scripted(CALL)
-    message = post(client, tools=TOOLS, max_tokens=400).json()["choices"][0]["message"]
-    result = {"role": "tool", "content": "ok", "tool_call_id": message["tool_calls"][0]["id"]}
-    messages = [*CHAT["messages"], message, result]  # type: ignore[misc]
-    assert post(client, messages=messages, tools=TOOLS, max_tokens=400).status_code == 200
-    refused = post(client, messages=[*CHAT["messages"], result])  # type: ignore[misc]
+def test_a_tool_result_goes_back_with_its_call(client: TestClient) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "ok", "tool_call_id": "c1"}
+    messages = [*CHAT["messages"], message, result]
+    assert post(client, messages=messages, tools=TOOLS, max_tokens=2).status_code == 200
+    refused = post(client, messages=[*CHAT["messages"], result])
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages[1].tool_call_id"
 
@@ -235,6 +235,16 @@ def test_models_health_and_tokenize(client: TestClient) -> None:
     assert post(client, "/tokenize", prompt="Hi").json()["count"] == 2
     assert post(client, "/tokenize", messages=CHAT["messages"]).json()["count"] > 2
     assert post(client, "/tokenize").status_code == 400
+
+
+def test_the_openapi_document_refers_to_nothing_that_is_not_in_it(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    body = document["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    schema = body["content"]["application/json"]["schema"]
+    assert "include_usage" in json.dumps(schema["properties"]["stream_options"])
+    assert "$defs" not in json.dumps(schema) and "$ref" not in json.dumps(schema)
+    assert schema["properties"]["messages"]["items"]["properties"]["role"]["enum"][-1] == "tool"
+    assert "application/json" not in document["paths"]["/health"]["get"]["responses"]["200"]
 
 
 def test_the_metrics_split_hits_by_representation(client: TestClient) -> None:

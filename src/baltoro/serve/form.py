@@ -20,6 +20,7 @@ from baltoro.serve.schema import (
     Rules,
     SchemaError,
     bare_text,
+    check_references,
     dumped,
     kinds,
     narrowed,
@@ -30,6 +31,7 @@ from baltoro.text.markers import CLOSE, OPEN, SEP
 
 ANYTHING = "/(?s:.{1,})/"
 KEY = "/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"  # of an argument that no schema names
+RESPONSE_FIELD = "response_format.json_schema.schema"
 INDEX = "/[1-9][0-9]{0,3}/"  # of a call
 
 
@@ -70,7 +72,7 @@ class Form:
         if self.calls == "forced":
             start += f" {tools}"
         elif self.has_schema:
-            schema = rules.json(self.schema, is_strict=True)
+            schema = self._response(rules)
             start = f"({schema} {start}" + (f" | {start} {tools})" if tools else ")")
         else:
             start = f"{rules.terminal(ANYTHING)}? {start}" + (f" {tools}?" if tools else "")
@@ -86,8 +88,16 @@ class Form:
         ]
         if self.has_schema:
             alone = Form(thinking=False, has_schema=True, schema=self.schema)
-            found.append(("response_format.json_schema.schema", alone))
+            found.append((RESPONSE_FIELD, alone))
         return found
+
+    def _response(self, rules: Rules) -> str:
+        try:
+            dumped(self.schema)  # it is JSON, so it ends
+            check_references(self.schema, self.schema)
+            return rules.json(self.schema, is_strict=True)
+        except SchemaError as error:
+            raise FormError(RESPONSE_FIELD, str(error)) from None
 
     def _tools(self, rules: Rules) -> str:
         calls = []
@@ -114,6 +124,8 @@ class Form:
 def _arguments(rules: Rules, tool: Tool) -> str:
     """An expression for everything between the opening and the closing of a call."""
     root: Any = {} if tool.parameters is None else tool.parameters
+    dumped(root)  # it is JSON, so it ends
+    check_references(root, root)
     schema = resolved(root, root)
     if not isinstance(schema, Mapping):
         raise SchemaError("must be the schema of an object")

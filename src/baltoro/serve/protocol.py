@@ -142,7 +142,7 @@ class ChatBody(_Body):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = Field(None, json_schema_extra={"enum": [*EFFORTS, None]})
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
 

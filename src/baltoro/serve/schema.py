@@ -127,6 +127,18 @@ def kinds(schema: Any, root: Any, depth: int = 0) -> set[str]:
     return found
 
 
+def check_references(schema: Any, root: Any) -> None:
+    """Raise `SchemaError` for a reference anywhere in `schema` to nothing, or only to itself."""
+    if isinstance(schema, Mapping):
+        if isinstance(schema.get("$ref"), str):
+            kinds(schema, root)
+        for value in schema.values():
+            check_references(value, root)
+    elif isinstance(schema, list):
+        for value in schema:
+            check_references(value, root)
+
+
 def narrowed(schema: Any, kind: str, root: Any, depth: int = 0) -> Any:
     """`schema` for values of one of its `kinds` alone."""
     found = kinds(schema, root, depth)
@@ -138,14 +150,14 @@ def narrowed(schema: Any, kind: str, root: Any, depth: int = 0) -> Any:
     elif not {"enum", "const", "$ref", "anyOf", "oneOf", "allOf"} & narrow.keys():
         narrow["type"] = kind
     if "enum" in narrow:
-        narrow["enum"] = [value for value in narrow["enum"] if kind_of(value) == kind]
+        narrow["enum"] = [value for value in _list(narrow["enum"]) if kind_of(value) == kind]
     if "$ref" in narrow:
         narrow = narrowed(resolved(narrow, root), kind, root, depth + 1)
     for key in ("anyOf", "oneOf"):
         if key in narrow:
             narrow[key] = [
                 narrowed(branch, kind, root, depth + 1)
-                for branch in narrow[key]
+                for branch in _list(narrow[key])
                 if kind in kinds(branch, root, depth + 1)
             ]
     return narrow
@@ -159,14 +171,20 @@ def bare_text(rules: Rules, schema: Any, root: Any, *, is_strict: bool) -> str:
     for key in ("anyOf", "oneOf"):
         if key in schema:
             rest = {name: value for name, value in schema.items() if name != key}
-            if is_strict and (len(schema[key]) > 1 and key == "oneOf"):
+            branches = [resolved(branch, root) for branch in _list(schema[key])]
+            if is_strict and key == "oneOf" and len(branches) > 1:
                 raise SchemaError("oneOf of several strings cannot be held to; use anyOf")
-            branches = [
-                bare_text(rules, {**resolved(branch, root), **rest}, root, is_strict=is_strict)
-                for branch in schema[key]
+            texts = [
+                bare_text(
+                    rules,
+                    {**branch, **rest} if isinstance(branch, Mapping) else rest,
+                    root,
+                    is_strict=is_strict,
+                )
+                for branch in branches
                 if "string" in kinds(branch, root)
             ]
-            return "(" + " | ".join(branches) + ")"
+            return "(" + " | ".join(texts) + ")"
     if is_strict:
         known = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format"} | NOTES
         unknown = sorted(schema.keys() - known)
@@ -191,7 +209,7 @@ def kind_of(value: Any) -> str:
 
 
 def _one_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:
-    allowed = [schema["const"]] if "const" in schema else schema["enum"]
+    allowed = [schema["const"]] if "const" in schema else _list(schema["enum"])
     if is_strict and "pattern" in schema:
         raise SchemaError("pattern cannot be held to beside enum or const in an argument")
     low, high = _length(schema, "minLength") or 0, _length(schema, "maxLength")
@@ -215,7 +233,7 @@ def _pattern(rules: Rules, schema: Mapping[str, Any], *, is_strict: bool) -> str
     if "pattern" in schema:
         parts.append(_anywhere(schema["pattern"]))
     name = schema.get("format")
-    if name in FORMATS:
+    if isinstance(name, str) and name in FORMATS:
         parts.append(FORMATS[name])
     elif name is not None and is_strict:
         raise SchemaError(f"format {name!r} is not one of {', '.join(FORMATS)}")

@@ -27,6 +27,7 @@ from starlette.exceptions import HTTPException
 
 from baltoro.serve.background import BackgroundEngine, EngineStopped
 from baltoro.serve.choices import ChatChoices, Choices, TextChoices
+from baltoro.serve.document import RESPONSES, request_body
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.form import FormError
 from baltoro.serve.generate import Dtype, load_for_text
@@ -230,15 +231,15 @@ def create_app(server: Server) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_fault)
 
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=RESPONSES)
     async def chat_completions(request: Request) -> Response:
         return await server.complete(request, ChatChoices, ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=RESPONSES)
     async def completions(request: Request) -> Response:
         return await server.complete(request, TextChoices, CompletionBody)
 
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=request_body(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         return await server.tokenize(request)
 
@@ -253,11 +254,11 @@ def create_app(server: Server) -> FastAPI:
         }
         return {"object": "list", "data": [entry]}
 
-    @app.get("/health")
+    @app.get("/health", response_class=Response, responses={503: {"description": "stopped"}})
     async def health() -> Response:
         return Response(status_code=200 if server.background.is_alive else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return PlainTextResponse(server.metrics.text(engine))
 
@@ -274,11 +275,6 @@ def _page(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
         return Response(content, headers=headers, media_type=kind)
 
     return page
-
-
-def _schema(body_type: type[BaseModel]) -> dict[str, Any]:
-    schema = body_type.model_json_schema()
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def serve(
