@@ -19,6 +19,8 @@ CASES = [
     contract.a_lost_create_is_found_by_its_key,
     contract.twenty_cycles_leave_nothing,
     contract.sixteen_branches_answer,
+    contract.a_copied_store_wakes_under_another_root,
+    contract.a_full_disk_is_named,
 ]
 
 

@@ -97,5 +97,7 @@ def _read_exactly(fd: int, offset: int, length: int) -> bytes:
 def _write_exactly(fd: int, offset: int, piece: bytes) -> None:
     while piece:
         done = os.pwrite(fd, piece, offset)
+        if done == 0:  # as the kernel answers for a process that was killed
+            raise SnapshotError(f"memory of the machine ends at {offset:#x}")
         offset += done
         piece = piece[done:]

@@ -224,10 +224,10 @@ class Control:
             raise ApiError(400, f"count={count}: must be between 1 and {MAX_FORKS}")
         timeout_s = self._timeout(body, self.config.default_timeout_s)
         commands = self._sessions[sandbox_id].commands
-        before = commands.started() if not record.is_paused else record.commands
+        before = record.commands or commands.started()  # the first if it was not woken yet
         made = []
         for name in await self.keeper.fork(sandbox_id, count):
-            alive = before if record.is_paused else commands.started()
+            alive = record.commands or commands.started()
             branch = Record(
                 id=name,
                 template=record.template,

@@ -1,0 +1,118 @@
+"""What CI shows of the drivers that keep memory: each is installed and run, or refused by name.
+
+A machine that refuses the tool itself (no root for CRIU, no system-call trap for gVisor) is told
+apart from a driver of ours that fails: the first is a skip whose reason the summary prints, the
+second a failure. Installing fetches packages, so this tier needs the network the first time.
+"""
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from sandbox import contract
+from sandbox.e2b_http import Box, new, serve
+
+from baltoro.sandbox.install import default_prefix, find_tool, install
+from baltoro.sandbox.selftest import selftest
+
+pytestmark = pytest.mark.drivers
+
+DRIVERS = ("gvisor", "criu", "qemu")
+LOOP = "i=0; while true; do i=$((i+1)); echo $i > /new; mv /new /count; sleep 0.1; done"
+
+
+@pytest.fixture(scope="module")
+def prefix() -> Path:
+    folder = default_prefix()
+    for tool, outcome in install(folder).items():
+        print(f"{tool}: {outcome}")
+    return folder
+
+
+def refusal(prefix: Path, driver: str, folder: Path) -> str | None:
+    """Why this machine cannot run the driver's tool, asked of the tool alone; None if it can."""
+    if driver == "criu":
+        if os.geteuid() != 0:
+            return "it needs root"
+        words = [*find_tool(prefix, "criu"), "check"]
+    elif driver == "gvisor":
+        flags = ("--network=none", "--ignore-cgroups", "--platform=systrap")
+        words = [*find_tool(prefix, "runsc"), f"--root={folder}", *flags, "do", "true"]
+        if os.geteuid() != 0:
+            words = ["unshare", "-Urm", "true"]
+    else:
+        words = [*find_tool(prefix, "qemu"), "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    return None if done.returncode == 0 else (done.stderr or done.stdout).strip()[-300:]
+
+
+def skip_if_refused(prefix: Path, driver: str, folder: Path) -> None:
+    reason = refusal(prefix, driver, folder)
+    if reason is not None:
+        pytest.skip(f"this machine refuses {driver}: {reason}")
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_the_driver_keeps_a_world_through_snapshot_and_branches(prefix, driver, tmp_path, capsys):
+    skip_if_refused(prefix, driver, tmp_path)
+    before = contract.leftovers()
+    (result,) = asyncio.run(selftest(prefix, [driver]))
+    assert result.is_available, result.reason
+    flags = ("has_memory_snapshot", "has_fork", "has_live_snapshot", "has_many_processes")
+    assert [getattr(result, flag) for flag in flags] == [True] * 4
+    assert contract.leftovers() - before == set()
+    with capsys.disabled():
+        times = ", ".join(f"{name} {value:g}" for name, value in result.latency_ms.items())
+        print(f"\n{driver} ran; ms: {times}")
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_a_command_outlives_pause_server_and_fork(prefix, driver, tmp_path):
+    """Started by a client, stored with its sandbox by one server, heard again from the next."""
+    skip_if_refused(prefix, driver, tmp_path)
+    kept = {}
+    options = {"driver": driver, "prefix": prefix, "image": prefix / "image/root"}
+
+    async def number(box: Box) -> int:
+        """What the command counts now."""
+        return int((await box.get("/count")).content)
+
+    async def first(http, control):
+        box = await new(http)
+        start = {"process": {"cmd": "sh", "args": ["-c", LOOP]}, "tag": "count"}
+        task = asyncio.create_task(box.stream("process.Process/Start", start))
+        while (await box.get("/count")).status_code == 404:
+            await asyncio.sleep(0.05)
+        await http.post(f"/sandboxes/{box.id}/pause")
+        _, error = await task
+        assert error["code"] == "unavailable"
+        await http.post(f"/sandboxes/{box.id}/connect")
+        before = await number(box)
+        while await number(box) == before:
+            await asyncio.sleep(0.05)
+        kept.update(box=box, count=await number(box))
+
+    async def second(http, control):
+        box = kept["box"]
+        box.http = http
+        branches = (await http.post(f"/sandboxes/{box.id}/fork", json={"count": 2})).json()
+        for each in (box, *(Box(http, made["sandbox"]) for made in branches)):
+            who = {"process": {"tag": "count"}}
+            assert await number(each) >= kept["count"]
+            assert len((await each.call("process.Process/List", {}))["processes"]) == 1
+            await each.call("process.Process/SendSignal", who | {"signal": "SIGNAL_SIGKILL"})
+            while (await each.call("process.Process/List", {}))["processes"]:
+                await asyncio.sleep(0.05)
+            stopped = await number(each)
+            await asyncio.sleep(0.3)
+            assert await number(each) == stopped
+
+    serve(tmp_path, first, **options)
+    serve(tmp_path, second, **options)
+
+
+def test_at_least_one_driver_keeps_memory_here(prefix, tmp_path):
+    reasons = {driver: refusal(prefix, driver, tmp_path) for driver in DRIVERS}
+    assert None in reasons.values(), reasons
