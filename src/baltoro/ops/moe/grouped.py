@@ -64,11 +64,10 @@ def moe_experts_triton(
 ) -> Tensor:
     _check("triton", x, gate_up_proj, down_proj)
     try:
-        from baltoro.ops.moe import triton
-        from baltoro.ops.triton import refuse_unserved
+        from . import triton
     except ModuleNotFoundError as error:
         raise ImplError(f"moe_experts: impl='triton' needs triton ({error})") from error
-    refuse_unserved("moe_experts", x, weights, gate_up_proj, down_proj)
+    triton.refuse_unserved("moe_experts", x, weights, gate_up_proj, down_proj)
     pieces = Pieces(triton.activate, triton.activate_backward, triton.combine)
     return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, pieces)
 

@@ -11,6 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from baltoro.ops.moe.shared import Glu
+from baltoro.ops.triton import refuse_unserved
+
+__all__ = ["activate", "activate_backward", "combine", "refuse_unserved"]
 
 ROWS = 4  # pairs of a program
 COLUMNS = 512  # F or Z at once
