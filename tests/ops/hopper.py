@@ -21,9 +21,7 @@ class Resources(NamedTuple):
     shared_bytes: int
 
 
-def resources(
-    kernel: Any, arguments: dict[str, Any], num_warps: int, max_registers: int | None = None
-) -> Resources:
+def resources(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Resources:
     """Resources of `kernel` on sm_90.
 
     `arguments` gives each its type as Triton writes it ("*bf16", "i32", a tuple of such), or its
@@ -48,7 +46,7 @@ def resources(
         if value.startswith("*") or value.endswith(":16"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps, "maxnreg": max_registers}
+    options = {"num_warps": num_warps}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])

@@ -20,7 +20,7 @@ from baltoro.ops.short_conv import triton as short_conv
 from baltoro.ops.situ import triton as situ
 
 pytestmark = pytest.mark.slow
-MAX_STACK_BYTES = 48  # a thread; no loop waits for what is spilled there
+MAX_STACK_BYTES = 96  # a thread; with 16 warps it has 128 registers
 
 INTERPRETED = """
 import warnings
@@ -84,16 +84,13 @@ def test_the_mixture_compiles_without_lost_registers(num_sources, width):
     forward_shape = attn_res.forward_shape(num_sources, padded)
     backward_shape = attn_res.backward_shape(num_sources, padded)
     forward = {"out": "*bf16", "eps": "fp32", "IS_KEPT": True}
-    forward["IS_HELD"] = forward_shape.held == num_sources
     backward = {"d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32"}
-    backward["HELD"] = backward_shape.held
     for kernel, others, shape in (
         (attn_res.forward_kernel, forward, forward_shape),
         (attn_res.backward_kernel, backward, backward_shape),
     ):
-        arguments = {**shared, **others, "AHEAD": shape.ahead}
-        used = resources(kernel, arguments, shape.num_warps, shape.max_registers)
-        assert used.stack_bytes <= MAX_STACK_BYTES
+        arguments = {**shared, **others, "AHEAD": shape.ahead, "IS_HELD": shape.is_held}
+        assert resources(kernel, arguments, shape.num_warps).stack_bytes <= MAX_STACK_BYTES
 
 
 @pytest.mark.parametrize("has_gate", [False, True])
@@ -121,17 +118,20 @@ def test_the_norms_compile_without_lost_registers(width, has_gate):
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
 def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped):
     shared = {
-        "gate": pointer, "up": pointer, "out": pointer, "width": "i32:16",
+        "gate": pointer, "up": pointer, "out": pointer, "num_blocks": "i32", "width": "i32:16",
         "gate_stride": "i32:16", "up_stride": "i32:16", "out_stride": "i32:16", "beta": "fp32",
-        "linear_beta": "fp32", "BLOCK": situ.ROW_BLOCK, "IS_FLAT": False, "IS_CAPPED": is_capped,
-        "IS_EXACT": pointer == "*fp32", "IS_SQUARE": False,
+        "linear_beta": "fp32", "BLOCK": situ.BLOCK, "IS_CAPPED": is_capped,
+        "IS_EXACT": pointer == "*fp32",
     }  # fmt: skip
     backward = {
         **shared, "d_out": pointer, "d_gate": pointer, "d_up": pointer,
         "d_out_stride": "i32:16", "HAS_OUT": True,
     }  # fmt: skip
-    for kernel, arguments in ((situ.forward_kernel, shared), (situ.backward_kernel, backward)):
-        assert resources(kernel, arguments, situ.ROW_WARPS).stack_bytes == 0
+    for kernel, arguments in (
+        (situ.situ_forward_kernel, shared),
+        (situ.situ_backward_kernel, backward),
+    ):
+        assert resources(kernel, arguments, situ.NUM_WARPS).stack_bytes == 0
 
 
 @pytest.mark.parametrize("has_d_final", [False, True])

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
@@ -64,24 +63,3 @@ def rows_of(x: Tensor) -> Tensor:
 def add_pairs(a_0, b_0, a_1, b_1):
     """Combines two sums at once: `tl.reduce((a, b), axis, add_pairs)`."""
     return a_0 + a_1, b_0 + b_1
-
-
-@triton.jit
-def reciprocal(x):
-    """1 / x of a normal x > 0, off by 3 units in the last place at most."""
-    root = tl.rsqrt(x)
-    return root * root
-
-
-@triton.jit
-def widen_again(x):
-    """`x.to(tl.float32)` of a tile that is to stay as narrow as it is between two uses.
-
-    The compiler would else find the two conversions equal and hold the wide tile.
-    """
-    if x.dtype == tl.bfloat16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32) << 16
-        wide = bits.to(tl.float32, bitcast=True)
-    else:
-        wide = x
-    return wide

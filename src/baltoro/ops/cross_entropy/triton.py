@@ -123,10 +123,7 @@ def _backward(
         torch.mm(logits, weight, out=d_hidden[rows])
         # what an ignored row holds may not reach the weight, not even times 0
         kept = hidden[rows].masked_fill((targets[rows] == ignore_index).unsqueeze(1), 0.0)
-        if d_weight.dtype == logits.dtype:
-            d_weight.addmm_(logits.mT, kept)
-        else:
-            torch.addmm(d_weight, logits.mT, kept, out_dtype=d_weight.dtype, out=d_weight)
+        d_weight += torch.mm(logits.mT, kept)
     return d_hidden, d_weight.to(weight.dtype)
 
 

@@ -16,10 +16,9 @@ MAX_PROGRAMS = 132 * 16  # of the backward pass, and parts of dw
 
 
 @triton.jit
-def load_tile(x, rows, stride, columns, last, D: tl.constexpr):
-    """The rows before `last`."""
-    is_here = (rows < last)[:, None] & (columns < D)[None, :]
-    return tl.load(x + rows[:, None] * stride + columns[None, :], mask=is_here, other=0.0)
+def load_tile(x, rows, stride, columns, is_here):
+    offsets = rows[:, None] * stride + columns[None, :]
+    return tl.load(x + offsets, mask=is_here, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "tiles_per_program"])
@@ -27,30 +26,22 @@ def forward_kernel(
     x, weight, gate_logits, out, num_rows, tiles_per_program, x_stride, gate_stride, eps,
     D: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, HAS_GATE: tl.constexpr,
 ):  # fmt: skip
-    """A range of rows, `BR` at a time; the next ones are on their way."""
+    """A range of rows, `BR` at a time."""
     columns = tl.arange(0, BD)
-    w = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    is_column = columns < D
+    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     first = tl.program_id(0).to(tl.int64) * tiles_per_program * BR
-    last = tl.minimum(first + tiles_per_program * BR, num_rows)
-    rows = first + tl.arange(0, BR)
-    x_tile = load_tile(x, rows, x_stride, columns, last, D)  # [BR, BD]
-    gate_tile = x_tile
-    if HAS_GATE:
-        gate_tile = load_tile(gate_logits, rows, gate_stride, columns, last, D)
     for i in range(tiles_per_program):
         rows = first + i * BR + tl.arange(0, BR)
-        value = x_tile.to(tl.float32)
-        gate_value = gate_tile
-        x_tile = load_tile(x, rows + BR, x_stride, columns, last, D)
-        if HAS_GATE:
-            gate_tile = load_tile(gate_logits, rows + BR, gate_stride, columns, last, D)
+        is_here = (rows < num_rows)[:, None] & is_column[None, :]
+        value = load_tile(x, rows, x_stride, columns, is_here)  # [BR, BD]
         normed = value * tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
         if HAS_GATE:
-            y = normed * w * tl.sigmoid(gate_value.to(tl.float32))
+            gate = tl.sigmoid(load_tile(gate_logits, rows, gate_stride, columns, is_here))
+            y = normed * w * gate
         else:
             # the weight multiplies the rounded quotient
             y = normed.to(x.dtype.element_ty).to(tl.float32) * w
-        is_here = (rows < last)[:, None] & (columns < D)[None, :]
         offsets = rows[:, None] * D + columns[None, :]
         tl.store(out + offsets, y.to(out.dtype.element_ty), mask=is_here)
 
@@ -63,33 +54,23 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradients of a range of rows, and its part of the weight's."""
     columns = tl.arange(0, BD)
-    w = tl.load(weight + columns, mask=columns < D, other=0.0).to(tl.float32)[None, :]
+    is_column = columns < D
+    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
     d_weight = tl.zeros([BR, BD], tl.float32)
     first = tl.program_id(0).to(tl.int64) * tiles_per_program * BR
-    last = tl.minimum(first + tiles_per_program * BR, num_rows)
-    rows = first + tl.arange(0, BR)
-    x_tile = load_tile(x, rows, x_stride, columns, last, D)  # [BR, BD]
-    d_tile = load_tile(d_out, rows, d_out_stride, columns, last, D)
-    gate_tile = x_tile
-    if HAS_GATE:
-        gate_tile = load_tile(gate_logits, rows, gate_stride, columns, last, D)
     for i in range(tiles_per_program):
         rows = first + i * BR + tl.arange(0, BR)
-        value = x_tile.to(tl.float32)
-        d_normed = d_tile.to(tl.float32)
-        gate_value = gate_tile
-        x_tile = load_tile(x, rows + BR, x_stride, columns, last, D)
-        d_tile = load_tile(d_out, rows + BR, d_out_stride, columns, last, D)
+        is_here = (rows < num_rows)[:, None] & is_column[None, :]
+        value = load_tile(x, rows, x_stride, columns, is_here)  # [BR, BD]
+        d_normed = load_tile(d_out, rows, d_out_stride, columns, is_here)
         if HAS_GATE:
-            gate_tile = load_tile(gate_logits, rows + BR, gate_stride, columns, last, D)
-            gate = tl.sigmoid(gate_value.to(tl.float32))
+            gate = tl.sigmoid(load_tile(gate_logits, rows, gate_stride, columns, is_here))
             d_normed *= gate
         square, dot = tl.reduce((value * value, d_normed * value * w), 1, add_pairs)
         rstd = tl.rsqrt(square / D + eps)[:, None]
         normed = value * rstd
         product = d_normed * normed
         d_weight += product
-        is_here = (rows < last)[:, None] & (columns < D)[None, :]
         offsets = rows[:, None] * D + columns[None, :]
         d_value = (d_normed * w - normed * (dot[:, None] * rstd / D)) * rstd
         tl.store(d_x + offsets, d_value.to(d_x.dtype.element_ty), mask=is_here)
@@ -99,14 +80,14 @@ def backward_kernel(
                 d_gate_logits + offsets, d_gate.to(d_gate_logits.dtype.element_ty), mask=is_here
             )
     parts = d_weight_parts + tl.program_id(0) * D + columns
-    tl.store(parts, tl.sum(d_weight, 0), mask=columns < D)
+    tl.store(parts, tl.sum(d_weight, 0), mask=is_column)
 
 
 def tile_of(width: int) -> tuple[int, int]:
     """Rows and warps of a tile: 32 numbers a lane; a row is not shared by warps up to 1024."""
     padded = padded_width(width)
     if padded <= 256:
-        return 4096 // padded, 4
+        return 8192 // padded, 8
     return max(1, 1024 // padded), min(16, max(1, padded // 1024))
 
 
@@ -118,7 +99,7 @@ def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) 
         gate = None if gate_logits is None else rows_of(gate_logits)
         BR, num_warps = tile_of(D)
         tiles = cdiv(rows.shape[0], BR)
-        tiles_per_program = min(8, cdiv(tiles, 4 * MAX_PROGRAMS))
+        tiles_per_program = min(4, cdiv(tiles, 4 * MAX_PROGRAMS))
         forward_kernel[(cdiv(tiles, tiles_per_program),)](
             rows, weight, gate, out, rows.shape[0], tiles_per_program,
             rows.stride(0), 0 if gate is None else gate.stride(0), eps,
