@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baltoro.sandbox.cgroup import Cgroup
+from baltoro.sandbox.egress import PORT
 from baltoro.sandbox.install import default_prefix
 from baltoro.sandbox.machine import MachineDriver, MachineSandbox, Mechanism
 from baltoro.sandbox.protocol import (
@@ -336,6 +337,62 @@ async def a_full_disk_is_named(driver: MachineDriver, sandbox: MachineSandbox) -
     await sandbox.write("/work/fine", data)
     assert (await sandbox.exec(sh("echo fine"))).stdout == b"fine\n"
     await hog.destroy()
+
+
+FETCH = """
+import sys, urllib.error, urllib.request
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=20).read().decode())
+except urllib.error.HTTPError as error:
+    print(error.code, error.read().decode())
+"""
+
+
+async def only_listed_hosts_answer(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """Through the proxy, also after a pause and in a branch, which keeps the list and no peer."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nhello " + b"x" * 300_000)
+        await writer.drain()
+        writer.close()
+
+    async def fetch(box: MachineSandbox, url: str) -> str:
+        env = {"no_proxy": "", "NO_PROXY": ""}  # our server is on a loopback
+        command = Command(argv=("python3", "-c", FETCH, url), env=env)
+        return (await box.exec(command)).stdout.decode()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    url = f"http://localhost:{port}/"
+    with pytest.raises(ValueError, match="allowed_hosts"):
+        await driver.create(Image(root=IMAGE), LIMITS, Net(allowed_hosts=("http://x",)))
+    listed = await driver.create(
+        Image(root=IMAGE), LIMITS, Net(allowed_hosts=(f"localhost:{port}",))
+    )
+    assert (await fetch(listed, url)).startswith("hello xxx")
+    assert "403 localhost:1 is not on" in await fetch(listed, "http://localhost:1/")
+    direct = f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
+    for box in (listed, sandbox):
+        assert (await box.exec(Command(argv=("python3", "-c", direct)))).exit_code != 0
+    assert "hello" not in await fetch(sandbox, url)
+    await listed.pause()
+    await listed.resume()
+    assert (await fetch(listed, url)).startswith("hello xxx")
+    waiting = f"import socket; s = socket.create_connection(('127.0.0.1', {PORT}));"
+    waiting += f" s.sendall(b'CONNECT localhost:{port} HTTP/1.1\\r\\n\\r\\n'); s.recv(99);"
+    waiting += " print('open', flush=True); print(s.recv(99), flush=True)"
+    tunnel = await listed.start(Command(argv=("python3", "-c", waiting)))
+    assert (await anext(tunnel.output())).data == b"open\n"
+    (branch,) = await listed.fork(1)
+    inherited = await branch.attach(tunnel.id)
+    assert b"open" not in (ended := await inherited.wait()).stdout
+    assert b"ConnectionReset" in ended.stderr or b"b''" in ended.stdout
+    assert (await fetch(branch, url)).startswith("hello xxx")
+    assert (await fetch(listed, url)).startswith("hello xxx")
+    for box in (branch, listed):
+        await box.destroy()
+    server.close()
 
 
 @contextlib.asynccontextmanager

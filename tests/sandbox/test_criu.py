@@ -21,6 +21,7 @@ CASES = [
     contract.sixteen_branches_answer,
     contract.a_copied_store_wakes_under_another_root,
     contract.a_full_disk_is_named,
+    contract.only_listed_hosts_answer,
 ]
 
 

@@ -259,6 +259,8 @@ def test_branches_and_snapshots_go_their_own_ways(tmp_path):
         assert (await http.get("/snapshots")).json() == [snapshot]
         await http.delete(f"/sandboxes/{left.id}")
         again = await new(http, templateID=snapshot["snapshotID"])
+        network = {"network": {"allowOut": ["x.org"]}, "templateID": snapshot["snapshotID"]}
+        assert "keeps the hosts" in await new(http, status=400, **network)
         assert (await again.get("x")).content == b"left"
         for status in (204, 404):
             reply = await http.delete(f"/templates/{snapshot['snapshotID']}")

@@ -57,7 +57,13 @@ def describe(result: Capabilities) -> str:
     return f"{result.driver} (isolation: {result.isolation}): {can}\n    ms: {times}"
 
 
-def run_command(prefix: Path, driver: str, image: Path | None, argv: Sequence[str]) -> int:
+def run_command(
+    prefix: Path,
+    driver: str,
+    image: Path | None,
+    argv: Sequence[str],
+    allowed_hosts: Sequence[str] = (),
+) -> int:
     """Run one command in a fresh sandbox; its output is ours, its exit code is returned."""
 
     async def run() -> int:
@@ -71,7 +77,8 @@ def run_command(prefix: Path, driver: str, image: Path | None, argv: Sequence[st
             machines = MachineDriver(mechanism, Path(folder, "boxes"), store)
             try:
                 root = Image(root=image or prefix / "image/root")
-                sandbox = await machines.create(root, Limits(), Net())
+                net = Net(allowed_hosts=tuple(allowed_hosts))
+                sandbox = await machines.create(root, Limits(), net)
                 process = await sandbox.start(Command(argv=tuple(argv), timeout_s=None))
                 async for piece in process.output():
                     stream = sys.stdout if piece.stream == "stdout" else sys.stderr
@@ -146,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = verbs.add_parser("run", help="run one command in a fresh sandbox")
     verb.add_argument("--driver", default="gvisor")
     verb.add_argument("--image", type=Path)
+    verb.add_argument("--allow", action="append", default=[], metavar="HOST", help="reach this")
     verb.add_argument("argv", nargs="+")
     _add_serve(verbs.add_parser("serve", help="serve sandboxes to E2B's clients"))
     options = parser.parse_args(argv)
@@ -156,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_selftest(options.prefix, options.drivers or None, options.json)
         if options.verb == "serve":
             return run_server(options)
-        return run_command(options.prefix, options.driver, options.image, options.argv)
+        words = (options.prefix, options.driver, options.image, options.argv, options.allow)
+        return run_command(*words)
     except (SandboxError, ValueError) as error:
         print(f"baltoro sandbox: {error}", file=sys.stderr)
         return 1

@@ -5,9 +5,9 @@ root; CRIU is run inside them, beside the tree, so that it has processes to dump
 (the same dump across namespaces takes twice as long). Restoring is lazy: programs run before
 their memory is there, and fetch it on first touch.
 
-Stops: other processes, the host's files and its network are out of sight; mounts, device nodes,
-ptrace of the host, writes to /proc/sys and raw sockets need capabilities the cell has dropped; a
-control group bounds memory, processes and CPU.
+Stops: other processes, the host's files and its network are out of sight, but for listed hosts
+through `egress.py`; mounts, device nodes, ptrace of the host, writes to /proc/sys and raw sockets
+need capabilities the cell has dropped; a control group bounds memory, processes and CPU.
 Does NOT stop: an exploit of the host's kernel, which the sandbox calls directly, without a seccomp
 filter; a sandbox that fills the disk its folder lies on (`Limits.disk_bytes` is checked when it is
 snapshotted, not when it writes); reading global facts in /proc. For code you half trust.

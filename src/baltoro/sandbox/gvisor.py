@@ -5,7 +5,8 @@ snapshot, no host mount is made, and deleted-but-open files survive. An ordinary
 inside a user namespace of its own.
 
 Stops: every system call ends in the sentry, so mounts, /proc and /sys writes, ptrace of
-neighbours, raw network and host files are out of reach; there is no network but loopback. As root
+neighbours, raw network and host files are out of reach; there is no network but loopback, and
+listed hosts through the proxy of `egress.py`. As root
 a control group bounds memory (files included), processes and CPU. Does NOT stop, as an ordinary
 user: a sandbox that eats the host's memory, processes or CPU, for want of a control group. In no
 case: side channels of the shared processor, and faults of the sentry itself.

@@ -10,10 +10,12 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from baltoro.sandbox.channel import AgentProcess, Channel
+from baltoro.sandbox.egress import PROXY_ENV, RELAY_COMMAND, AllowList, Gate
 from baltoro.sandbox.manifest import Manifest, check_fits
 from baltoro.sandbox.protocol import (
     MIB,
@@ -31,6 +33,8 @@ from baltoro.sandbox.protocol import (
     check_branches,
 )
 from baltoro.sandbox.store import Draft, Store
+
+UNLIMITED_BYTES = 1 << 62  # of the relay, which carries what others were allowed
 
 
 class Machine(Protocol):
@@ -101,12 +105,15 @@ class MachineSandbox:
         self.limits = limits
         self.machine = machine
         self.parent = parent
+        self.gate: Gate | None = None  # the way to the hosts it may reach, if any
         self.frozen_s = 0.0  # of the last snapshot: how long programs stood still
         self._driver = driver
         self._turn = asyncio.Lock()  # pause, resume, snapshot and destroy do not overlap
 
     async def start(self, command: Command) -> AgentProcess:
         self._check_running()
+        if self.gate is not None:
+            command = replace(command, env={**PROXY_ENV, **command.env})
         return await self.machine.channel.start(command, self.limits.max_output_bytes)
 
     async def exec(self, command: Command) -> ExecResult:
@@ -129,7 +136,7 @@ class MachineSandbox:
         async with self._turn:
             self._check_alive()
             if self.state == "running":
-                await self.machine.channel.quiet()
+                await self._quiet()
                 await self.machine.freeze()
                 self.state = "paused"
 
@@ -138,7 +145,7 @@ class MachineSandbox:
             self._check_alive()
             if self.state == "paused":
                 await self.machine.thaw()
-                await self.machine.channel.go_on()
+                await self._go_on()
                 self.state = "running"
 
     async def snapshot(
@@ -150,7 +157,7 @@ class MachineSandbox:
             is_last = mode == "stop"
             store = self._driver.store
             if not is_frozen:
-                await self.machine.channel.quiet()
+                await self._quiet()
             draft = store.begin()
             start = time.monotonic()
             try:
@@ -158,11 +165,11 @@ class MachineSandbox:
             except (SandboxError, OSError) as error:
                 store.abandon(draft)
                 if not is_frozen:
-                    await self.machine.channel.go_on()
+                    await self._go_on()
                 raise _named(error, self.id) from error
             self.frozen_s = time.monotonic() - start
             if not is_frozen and not is_last:
-                await self.machine.channel.go_on()
+                await self._go_on()
             manifest = await asyncio.to_thread(
                 store.commit,
                 draft,
@@ -173,7 +180,7 @@ class MachineSandbox:
                 parent=parent or self.parent,
                 base_layers=self.machine.base_layers,
                 binding=binding,
-                notes={**notes, "next_id": str(self.machine.channel.next_id)},
+                notes={**notes, **self._own_notes()},
             )
             if is_last:
                 await self._end()
@@ -188,8 +195,39 @@ class MachineSandbox:
             if self.state != "destroyed":
                 await self._end()
 
+    async def open_gate(self, allowed_hosts: tuple[str, ...], relay_id: int | None = None) -> None:
+        """Let it reach some hosts: by a new relay, or by the one a snapshot brought along."""
+        channel = self.machine.channel
+        if relay_id is None:
+            relay = await channel.start(RELAY_COMMAND, UNLIMITED_BYTES)
+            self.gate = Gate(relay, allowed_hosts)
+            await self.gate.hello()
+        else:
+            relay = AgentProcess(channel, relay_id, None, UNLIMITED_BYTES)
+            self.gate = Gate(relay, allowed_hosts)
+            await self.gate.cut()
+
+    def _own_notes(self) -> dict[str, str]:
+        notes = {"next_id": str(self.machine.channel.next_id)}
+        if self.gate is not None:
+            notes["relay"] = str(self.gate.process.id)
+            notes["allowed_hosts"] = " ".join(self.gate.allowed_hosts)
+        return notes
+
+    async def _quiet(self) -> None:
+        if self.gate is not None:
+            await self.gate.hold()
+        await self.machine.channel.quiet()
+
+    async def _go_on(self) -> None:
+        await self.machine.channel.go_on()
+        if self.gate is not None:
+            self.gate.go_on()
+
     async def _end(self) -> None:
         self.state = "destroyed"
+        if self.gate is not None:
+            await self.gate.close()
         await self.machine.end()
         await self._driver.forget(self.id)
 
@@ -221,17 +259,13 @@ class MachineDriver:
     ) -> MachineSandbox:
         if key is not None and key in self._keys:
             return await asyncio.shield(self._keys[key])
-        if net.allowed_hosts:
-            raise ValueError(
-                f"net.allowed_hosts={net.allowed_hosts!r}: sandboxes have loopback only; run what"
-                " needs a host through a tool outside"
-            )
+        AllowList(net.allowed_hosts)  # refuses what is no host before anything is made
         if not image.root.is_dir():
             raise ImageError(f"image.root={str(image.root)!r}: no such folder")
         if key is None:
-            return await self._boot(image, limits)
+            return await self._boot(image, limits, net)
         # Under its key from the first moment: a caller that gave up finds it by asking again.
-        made = asyncio.ensure_future(self._boot(image, limits))
+        made = asyncio.ensure_future(self._boot(image, limits, net))
         self._keys[key] = made
         try:
             return await asyncio.shield(made)
@@ -286,7 +320,7 @@ class MachineDriver:
                 del self._keys[key]
         await asyncio.to_thread(shutil.rmtree, self.root / sandbox_id)
 
-    async def _boot(self, image: Image, limits: Limits) -> MachineSandbox:
+    async def _boot(self, image: Image, limits: Limits, net: Net) -> MachineSandbox:
         sandbox_id = self._new_home()
         try:
             machine = await self.mechanism.boot(sandbox_id, self.root / sandbox_id, image, limits)
@@ -300,6 +334,12 @@ class MachineDriver:
             self._starting.discard(sandbox_id)
         sandbox = MachineSandbox(self, sandbox_id, image, limits, machine)
         self._sandboxes[sandbox_id] = sandbox
+        if net.allowed_hosts:
+            try:
+                await sandbox.open_gate(net.allowed_hosts)
+            except SandboxError:
+                await sandbox.destroy()
+                raise
         return sandbox
 
     async def _revive(self, manifest: Manifest, memory: Path, layers: list[Path]) -> MachineSandbox:
@@ -323,6 +363,9 @@ class MachineDriver:
         try:
             await machine.channel.go_on()
             await machine.channel.reseed()
+            if "relay" in manifest.notes:
+                hosts = tuple(manifest.notes["allowed_hosts"].split())
+                await sandbox.open_gate(hosts, int(manifest.notes["relay"]))
         except SandboxError:
             await sandbox.destroy()
             raise

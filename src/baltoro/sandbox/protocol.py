@@ -58,7 +58,7 @@ class Limits:
 class Net:
     """Network of a sandbox: loopback only, unless hosts are allowed through the host's proxy."""
 
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # names, `.suffix` or `host:port`; see `egress.py`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

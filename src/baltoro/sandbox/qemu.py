@@ -6,12 +6,12 @@ file frozen, at no copy (a hard link). From then on every branch, and the origin
 is another QEMU that maps the frozen file privately: branches share it until they write, and a
 later snapshot saves only pages written since (`delta.py`, `guest/private.c`).
 
-Stops: everything the guest does stays in the guest; it has no network device, no shared folder,
-and a fixed amount of memory, disk and one processor. Does NOT stop: faults of the emulator
-itself, which runs with the caller's rights; covert channels of shared host pages. Emulation costs
-about seven times the CPU of the host: right for editing and small tests, not for builds.
-There is one
-processor whatever `Limits.cpus` says, and at least 220 processes are allowed.
+Stops: everything the guest does stays in the guest; it has no network device (listed hosts are
+reached through `egress.py`), no shared folder, and a fixed amount of memory, disk and one
+processor. Does NOT stop: faults of the emulator itself, which runs with the caller's rights;
+covert channels of shared host pages. Emulation costs about seven times the CPU of the host: right
+for editing and small tests, not for builds. There is one processor whatever `Limits.cpus` says,
+and at least 220 processes are allowed.
 
 The machine is `pc`: `microvm` hangs at times under emulation. A watchdog restarts a boot that
 hangs.

@@ -109,6 +109,8 @@ class Control:
         on_timeout: OnTimeout = "pause" if _typed(body, "autoPause", bool, False) else "kill"
         resume = _typed(body, "autoResume", dict, {})
         if template in self._records.snapshots:
+            if net.allowed_hosts:
+                raise ApiError(400, "network: a snapshot keeps the hosts it was taken with")
             name = self.keeper.take(template, key)
         elif template in self.config.images:
             image = Image(root=self.config.images[template])
