@@ -13,8 +13,9 @@ from PIL import Image
 from serve.api import CHAT, SCHEDULER, TOOLS, joined, made, post, script, streamed
 
 from baltoro.model.model import Model
+from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import EngineConfig
-from baltoro.serve.request import NewToken
+from baltoro.serve.request import NewToken, Request, Sequence
 from baltoro.serve.scheduler import StepPlan
 from baltoro.serve.server import Server, create_app
 
@@ -140,6 +141,27 @@ def wait_idle(client: TestClient, server: Server) -> None:
     assert device.num_available == device.num_pages
 
 
+@pytest.mark.parametrize("max_tokens", [400, 56, 57])
+def test_a_step_that_gives_several_tokens_loses_none(
+    nano: Model, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+) -> None:
+    text = "on and on and " * 6
+    config = EngineConfig(
+        pool_tokens=4096, scheduler=SCHEDULER, speculation=SpeculationConfig(draft="ngram")
+    )
+    server = made(nano, config)
+    script(server, monkeypatch, text + "<|close|>message<|sep|><|end_of_msg|>")
+    with TestClient(create_app(server)) as client:
+        fields = {"reasoning_effort": "none", "max_tokens": max_tokens}
+        got = post(client, **fields).json()
+        choice = got["choices"][0]
+        assert server.background.engine.stats.accepted_tokens > 20
+        assert choice["message"]["content"] == text[:max_tokens]
+        assert choice["finish_reason"] == ("length" if max_tokens < 100 else "stop")
+        assert max_tokens > 100 or got["usage"]["completion_tokens"] == max_tokens
+        assert joined(streamed(client, **fields))["content"] == text[:max_tokens]
+
+
 def data_url() -> str:
     data = io.BytesIO()
     Image.effect_noise((60, 40), 80).convert("RGB").save(data, "PNG")
@@ -260,6 +282,24 @@ def test_the_metrics_split_hits_by_representation(client: TestClient) -> None:
         "baltoro:minimum_useful_prefix_tokens",
     ):
         assert f"\n{name}" in text
+
+
+def test_replies_are_expected_to_be_as_long_as_others_of_their_effort(nano: Model) -> None:
+    server = made(nano)
+    submitted: list[int | None] = []
+    with TestClient(create_app(server)) as client, pytest.MonkeyPatch.context() as patch:
+        submit = server.background.engine.submit
+
+        def watched(request: Request) -> Sequence:
+            submitted.append(request.expected_new_tokens)
+            return submit(request)
+
+        patch.setattr(server.background.engine, "submit", watched)
+        for n in (15, 1):
+            post(client, max_tokens=3, n=n, reasoning_effort="low")
+        post(client, max_tokens=5, reasoning_effort="low")
+        post(client, max_tokens=5, reasoning_effort="high")
+    assert submitted == [None] * 16 + [3, None]
 
 
 def test_a_key_is_asked_for(nano: Model) -> None:

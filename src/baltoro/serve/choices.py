@@ -229,7 +229,8 @@ class Choices(ABC):
         if event.finish_reason is None and not reader.is_over:
             return pieces
         delta, answer = reader.finish(event.finish_reason or "stop")
-        self._metrics.finish(answer, self._num_tokens[index], time.monotonic() - self._began)
+        seconds = time.monotonic() - self._began
+        self._metrics.finish(answer, self._num_tokens[index], seconds, self.body.effort)
         if event.finish_reason is None:
             self._background.cancel([self._streams[index]])
         return [*pieces, Piece(index, delta, None, answer)]
@@ -243,8 +244,7 @@ class Choices(ABC):
     def _requests(self, engine: Engine, prompt: Prompt) -> list[Request]:
         body = self.body
         config = engine.model.config
-        left = config.max_seq_len - len(prompt.ids)
-        max_new = self._max_new_tokens
+        max_new = min(self._max_new_tokens, config.max_seq_len - len(prompt.ids))
         asked = getattr(body, "max_completion_tokens", None) or body.max_tokens
         features = image_features(engine.model, prompt)
         media = _media(prompt, config.vision)
@@ -252,7 +252,7 @@ class Choices(ABC):
             Request(
                 request_id=self.id,
                 prompt_ids=tuple(prompt.ids),
-                max_new_tokens=asked or max(1, min(left, max_new)),
+                max_new_tokens=asked or max(1, max_new),
                 sampling=body.sampling,
                 penalties=body.penalties,
                 seed=self._seed + index,
@@ -263,6 +263,7 @@ class Choices(ABC):
                 media=media,
                 image_features=features,
                 grammar=self._grammar,
+                expected_new_tokens=self._metrics.expected_tokens(body.effort),
             )
             for index in range(body.n)
         ]
@@ -298,7 +299,7 @@ class ChatChoices(Choices):
             body.messages,
             body.tools,
             thinking=body.thinking,
-            thinking_effort=(body.reasoning_effort or "max") if body.thinking else None,
+            thinking_effort=body.effort if body.thinking else None,
             tool_choice=body.tool_choice,
             response_format=body.response_format,
         )

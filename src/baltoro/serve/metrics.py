@@ -1,7 +1,7 @@
 """Counts in the text format of Prometheus, under vLLM's names where it has one."""
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 
 from baltoro.serve.answer import Answer
@@ -9,6 +9,7 @@ from baltoro.serve.engine import Engine
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0)
+FEW, MANY = 16, 256  # replies that a mean length needs, and is taken over
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": SECONDS,
     "vllm:inter_token_latency_seconds": SECONDS,
@@ -43,10 +44,17 @@ class Metrics:
         self.num_empty = 0  # replies without content and calls
         self.num_retried = 0  # replies thrown away and drawn again
         self.problems: Counter[str] = Counter()  # replies by departure from the format
+        self._lengths: defaultdict[str, deque[int]] = defaultdict(lambda: deque(maxlen=MANY))
         self._histograms = {name: _Histogram(bounds) for name, bounds in HISTOGRAMS.items()}
 
-    def finish(self, answer: Answer, num_tokens: int, seconds: float) -> None:
-        """Count a reply."""
+    def expected_tokens(self, effort: str) -> int | None:
+        """Mean length of the replies at a reasoning effort; None as long as too few have ended."""
+        lengths = self._lengths[effort]
+        return None if len(lengths) < FEW else -(-sum(lengths) // len(lengths))
+
+    def finish(self, answer: Answer, num_tokens: int, seconds: float, effort: str) -> None:
+        """Count a reply, written at a reasoning effort."""
+        self._lengths[effort].append(num_tokens)
         self.finished[answer.finish_reason] += 1
         self.num_empty += answer.is_empty
         self.problems.update(answer.problems)

@@ -104,6 +104,11 @@ class _Body(BaseModel):
             raise ApiError(400, message, param="retries")
 
     @property
+    def effort(self) -> str:
+        """Of reasoning; replies of one effort are expected to be about as long."""
+        return "none"
+
+    @property
     def sampling(self) -> Sampling:
         """Absent fields take the sampler's own values; `top_k` 0 and -1 mean all."""
         default = Sampling()
@@ -145,6 +150,11 @@ class ChatBody(_Body):
     reasoning_effort: str | None = Field(None, json_schema_extra={"enum": [*EFFORTS, None]})
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+
+    @property
+    def effort(self) -> str:
+        """Of reasoning; replies of one effort are expected to be about as long."""
+        return self.reasoning_effort or "max"
 
     @property
     def thinking(self) -> bool:

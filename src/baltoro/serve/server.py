@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from baltoro.serve.background import BackgroundEngine, EngineStopped
 from baltoro.serve.choices import ChatChoices, Choices, TextChoices
 from baltoro.serve.document import RESPONSES, request_body
+from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.form import FormError
 from baltoro.serve.generate import Dtype, load_for_text
@@ -292,6 +293,7 @@ def serve(
     dtype: Dtype | None = None,
     device: str = "cpu",
     experts: Literal["decoded", "packed"] = "decoded",
+    draft: Literal["ngram", "mtp"] | None = None,
 ) -> None:
     """Serve the model in CHECKPOINT with OpenAI's protocol.
 
@@ -309,10 +311,12 @@ def serve(
         dtype: of the weights; absent, as they are stored.
         device: cpu, cuda, cuda:1.
         experts: keep MXFP4 experts packed to save memory.
+        draft: guess tokens ahead, from the text so far or by the checkpoint's MTP layer.
     """
     engine_config = EngineConfig(
         pool_tokens=pool_tokens,
         host_bytes=host_bytes,
+        speculation=None if draft is None else SpeculationConfig(draft=draft),
         scheduler=SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens),
     )
     keys = () if api_key_file is None else tuple(api_key_file.read_text().split())
