@@ -3,12 +3,13 @@
 The server's address is the one argument. Prints a JSON object of what it found.
 """
 
+import asyncio
 import io
 import json
 import sys
 import time
 
-from e2b import Sandbox, SandboxQuery
+from e2b import AsyncSandbox, Sandbox, SandboxQuery
 from e2b.exceptions import (
     AuthenticationException,
     FileNotFoundException,
@@ -81,6 +82,41 @@ def files(box):
     }
 
 
+def left_alone(box):
+    """A client that leaves, and what its command did meanwhile."""
+    handle = box.commands.run("for i in 1 2 3 4 5 6; do echo $i; sleep 0.2; done", background=True)
+    handle.disconnect()
+    time.sleep(0.5)  # what it says now nobody hears
+    again = box.commands.connect(handle.pid)
+    text = again.wait().stdout
+    return {
+        "same": again.pid == handle.pid,
+        "last": text.endswith("6\n"),
+        "not_all": len(text) < 12,
+    }
+
+
+async def at_once(box):
+    """The asynchronous client: commands at the same time, and a folder watched as a stream."""
+    same = await AsyncSandbox.connect(box.sandbox_id, **HERE)
+    start = time.monotonic()
+    runs = (same.commands.run(f"sleep 1; echo {i}") for i in range(5))
+    texts = [result.stdout for result in await asyncio.gather(*runs)]
+    took_s = time.monotonic() - start
+    seen, came = [], asyncio.Event()
+
+    def hear(event):
+        seen.append((event.name, event.type.value))
+        came.set()
+
+    await same.files.make_dir("watched")
+    watch = await same.files.watch_dir("watched", on_event=hear)
+    await same.files.write("watched/new", b"")
+    await asyncio.wait_for(came.wait(), 20)
+    await watch.stop()
+    return {"texts": texts, "together": took_s < 4, "seen": seen}
+
+
 def life(box):
     (listed,) = Sandbox.list(query=SandboxQuery(metadata={"a": "b c"}), **HERE).next_items()
     paused = [box.pause(), box.pause(), box.is_running()]
@@ -115,4 +151,6 @@ def life(box):
 
 
 box = Sandbox.create(metadata={"a": "b c"}, envs={"X": "1"}, **HERE)
-print(json.dumps({"commands": commands(box), "files": files(box), "life": life(box)}))
+found = {"commands": commands(box), "files": files(box), "left_alone": left_alone(box)}
+found["at_once"] = asyncio.run(at_once(box))
+print(json.dumps(found | {"life": life(box)}))

@@ -37,6 +37,12 @@ EXPECTED = {
         "mode": "-rw-r--r--",
         "events": [["three", "create"], ["three", "write"]],
     },
+    "left_alone": {"same": True, "last": True, "not_all": True},
+    "at_once": {
+        "texts": [f"{i}\n" for i in range(5)],
+        "together": True,
+        "seen": [["new", "create"]],
+    },
     "life": {
         "listed": True,
         "metadata": {"a": "b c"},

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import gzip
 import hashlib
+import subprocess
 import time
 
 from sandbox.e2b_http import PNG, Box, new, serve
@@ -302,6 +303,31 @@ def test_a_new_server_goes_on_with_files_metadata_and_tokens(tmp_path):
         assert (await http.get("/snapshots")).json() == [kept["snapshot"]]
 
     serve(tmp_path, first)
+    serve(tmp_path, second)
+
+
+def test_after_a_server_that_died_what_was_committed_is_there_and_the_rest_is_gone(tmp_path):
+    kept = {}
+
+    async def first(http, control):
+        kept["lost"], kept["kept"] = await new(http), await new(http)
+        await kept["kept"].put("x", b"committed")
+        await http.post(f"/sandboxes/{kept['kept'].id}/snapshots", json={})
+        await kept["kept"].put("x", b"later")
+        copy = tmp_path / "copy"
+        subprocess.run(["cp", "-a", tmp_path / "served", copy], check=True)  # as the death left it
+
+    async def second(http, control):
+        for box in kept.values():
+            box.http = http
+        assert (await http.get(f"/sandboxes/{kept['lost'].id}")).status_code == 404
+        assert (await kept["lost"].get("x")).status_code == 502
+        assert (await kept["kept"].get("x")).content == b"committed"
+        assert len((await http.get("/v2/sandboxes")).json()) == 1
+
+    serve(tmp_path, first)
+    (tmp_path / "served").rename(tmp_path / "old")
+    (tmp_path / "copy").rename(tmp_path / "served")
     serve(tmp_path, second)
 
 
