@@ -1,7 +1,9 @@
 import base64
 import io
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
-from serve.api import CHAT, SCHEDULER, TOOLS, joined, made, post, script, streamed
+from serve.api import CHAT, SCHEDULER, TOOLS, joined, listening, made, post, script, streamed
 
 from baltoro.model.model import Model
 from baltoro.serve.draft import SpeculationConfig
@@ -120,6 +122,36 @@ def test_a_plain_text_is_continued(client: TestClient) -> None:
     ids = post(client, "/tokenize", prompt="Once").json()["tokens"]
     by_ids = post(client, "/v1/completions", prompt=ids, max_tokens=5, seed=1)
     assert by_ids.json()["choices"][0]["text"] == got["choices"][0]["text"]
+
+
+def test_a_plain_text_has_no_format_and_no_tools(client: TestClient) -> None:
+    for name, value in (("response_format", {"type": "json_object"}), ("tools", TOOLS)):
+        got = post(client, "/v1/completions", prompt="Once", **{name: value})
+        assert got.status_code == 400 and got.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "retries": 1}])
+def test_who_hangs_up_frees_the_sequences_within_a_step(
+    nano: Model, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    server = made(nano)
+    engine = server.background.engine
+    script(server, monkeypatch, "on and on " * 300)
+    body = json.dumps({**CHAT, "max_tokens": 2000, "n": 2, **fields}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with listening(server) as address:
+        port = int(address.rstrip("/").rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + body)
+            while engine.stats.num_steps < 5:
+                time.sleep(0.01)
+            num_steps = engine.stats.num_steps
+        deadline = time.monotonic() + 20
+        while not engine.is_idle and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert engine.stats.finished["abort"] == 2
+        # the news of it travels through two threads while the engine goes on
+        assert engine.stats.num_steps - num_steps < 50
 
 
 def test_a_stop_string_ends_a_reply_and_frees_its_sequence(

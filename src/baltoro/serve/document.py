@@ -137,7 +137,8 @@ def request_body(body_type: type[BaseModel]) -> dict[str, Any]:
     """The part of an OpenAPI operation that says what it takes, without references."""
     schema = body_type.model_json_schema()
     schema = _inlined(schema, schema.pop("$defs", {}))
-    schema["properties"] |= {k: v for k, v in _FIELDS.items() if k in schema["properties"]}
+    if "messages" in schema["properties"]:
+        schema["properties"] |= {k: v for k, v in _FIELDS.items() if k in schema["properties"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 

@@ -275,6 +275,15 @@ class CompletionBody(_Body):
 
     prompt: str | list[int]
     logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: Any = None
+    tools: Any = None
+
+    def check(self) -> None:
+        """Raise `ApiError` for what only a conversation has."""
+        super().check()
+        for name in ("response_format", "tools"):
+            if getattr(self, name):
+                raise _refused(name, "plain completions have none; use /v1/chat/completions")
 
 
 class TokenizeBody(BaseModel):
