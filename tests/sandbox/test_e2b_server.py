@@ -11,11 +11,12 @@ import hashlib
 import subprocess
 import time
 
+import pytest
 from sandbox.e2b_http import PNG, Box, new, serve
 
 from baltoro.sandbox.cli import main
 from baltoro.sandbox.e2b.server import ServerConfig
-from baltoro.sandbox.protocol import Limits
+from baltoro.sandbox.protocol import Image, Limits, Net, SandboxError
 
 
 def test_commands_stream_their_output_and_their_end(tmp_path):
@@ -131,6 +132,16 @@ def test_too_large_a_file_is_refused_both_ways(tmp_path):
         packed = {**box.headers, "content-encoding": "gzip"}
         bomb = gzip.compress(b"\0" * 10_000_000)
         assert (await http.post("/files?path=a", content=bomb, headers=packed)).status_code == 507
+        assert (
+            await http.post("/files", files={"file": ("a", b"x" * 101)}, headers=box.headers)
+        ).status_code == 507
+
+        async def endless():
+            yield b"--x\r\n"
+
+        form = box.headers | {"content-type": "multipart/form-data; boundary=x"}
+        reply = await http.post("/files", content=endless(), headers=form)
+        assert "content-length" in reply.json()["message"]
         await box.run("head -c 101 /dev/zero > b")
         assert (await box.get("b")).status_code == 507
 
@@ -314,11 +325,16 @@ def test_after_a_server_that_died_what_was_committed_is_there_and_the_rest_is_go
         await kept["kept"].put("x", b"committed")
         await http.post(f"/sandboxes/{kept['kept'].id}/snapshots", json={})
         await kept["kept"].put("x", b"later")
+        image = Image(root=tmp_path / "image")
+        kept["name"] = await control.keeper.create(image, Limits(), Net())
+        await control.keeper.checkpoint(kept["name"])  # its create was never answered
         copy = tmp_path / "copy"
         subprocess.run(["cp", "-a", tmp_path / "served", copy], check=True)  # as the death left it
 
     async def second(http, control):
-        for box in kept.values():
+        with pytest.raises(SandboxError, match="never made"):
+            control.keeper.place(kept["name"])
+        for box in (kept["lost"], kept["kept"]):
             box.http = http
         assert (await http.get(f"/sandboxes/{kept['lost'].id}")).status_code == 404
         assert (await kept["lost"].get("x")).status_code == 502

@@ -190,6 +190,19 @@ def test_held_frames_wait_and_a_cut_ends_what_was_open():
     run_proxy(body)
 
 
+def test_a_program_that_sends_more_than_is_taken_has_to_wait():
+    async def body(proxy, there, gate):
+        _, writer = await asyncio.open_connection("127.0.0.1", proxy)
+        await gate.hold()  # nothing is acknowledged
+        writer.write(b"x" * (16 << 20))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(writer.drain(), 1.5)
+        gate.go_on()
+        writer.transport.abort()
+
+    run_proxy(body)
+
+
 def test_a_relay_that_cannot_run_is_named():
     async def body(proxy, there, gate):
         raise AssertionError("it must not start")

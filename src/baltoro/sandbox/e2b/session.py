@@ -60,7 +60,8 @@ class Session:
         await self._ensure_running()
         try:
             async with self._keeper.use(self.id) as sandbox:
-                await self._ensure_running()  # it may have been paused while this call waited
+                if self.record.is_paused:  # while this call waited
+                    raise NotRunningError(self.id, "being paused")
                 yield sandbox
         except SandboxError:
             if self._records.get(self.id) is None:

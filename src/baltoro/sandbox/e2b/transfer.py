@@ -93,8 +93,10 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 async def _form(request: Request, max_bytes: int) -> list[tuple[str, bytes]]:
     """Names and contents; with one file, `path` of the query is its name."""
-    length = int(request.headers.get("content-length") or 0)
-    if length > max_bytes:
+    length = request.headers.get("content-length")
+    if length is None:
+        raise RpcError("invalid_argument", "content-length: a form needs it; or send the body")
+    if int(length) > max_bytes:
         raise RpcError("resource_exhausted", f"the body is above {max_bytes} bytes")
     async with request.form(max_files=1000) as form:
         parts = [part for _, part in form.multi_items() if isinstance(part, UploadFile)]
