@@ -264,6 +264,22 @@ def test_no_schema_breaks_the_compiler(small: Grammars, schema: Any, is_strict: 
         assert matcher.mask(torch.zeros(600))
 
 
+def test_objects_may_have_many_optional_members(small: Grammars, nano: Model) -> None:
+    many = {f"k{n}": {"type": "integer", "maximum": 9} for n in range(1000)}
+    schema = {"type": "object", "properties": many, "additionalProperties": False}
+    matcher = small.compile(Form(thinking=False, has_schema=True, schema=schema)).start()
+    for token in nano.processor.tokenizer.encode('{"k7":1,"k999":2}'):
+        assert matcher.accept(token)
+    assert allowed(matcher, 600) == [nano.processor.tokenizer.special_ids["<|close|>"]]
+
+
+def test_a_string_argument_may_be_one_of_many(small: Grammars, nano: Model) -> None:
+    many = {"properties": {"a": {"enum": [f"v{n}" for n in range(5000)] + [""]}}, "required": ["a"]}
+    form = Form(thinking=False, tools=(Tool("f", many, True),), calls="forced", is_single=True)
+    (call,) = reply(small, nano.processor.tokenizer, form, 0).tool_calls
+    assert json.loads(call.arguments)["a"] in many["properties"]["a"]["enum"]
+
+
 def test_a_tool_that_is_not_strict_is_bound_as_far_as_it_goes(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:

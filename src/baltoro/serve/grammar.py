@@ -10,7 +10,7 @@ from collections import OrderedDict
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from torch import Tensor
 
 from baltoro.serve.form import Form, FormError
@@ -18,6 +18,8 @@ from baltoro.text.vocabulary import Tokenizer
 
 MAX_COMPILED = 128  # grammars that are kept
 MAX_LENGTH = 1 << 20  # characters of a grammar
+# Room for objects of some thousands of optional members; llguidance's own stop at 500.
+LIMITS = LLParserLimits(max_items_in_row=20_000, step_max_items=200_000)
 
 
 class Grammars:
@@ -57,7 +59,8 @@ class Grammars:
             lark, fault = "start: ", f"is too large, with a grammar of {len(lark)} characters"
         else:
             fault = ""
-        matcher = LLMatcher(self._vocabulary, LLMatcher.grammar_from_lark(lark), log_level=0)
+        grammar = LLMatcher.grammar_from_lark(lark)
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=LIMITS)
         if not fault and matcher.is_error():
             fault = _reason(matcher.get_error())
         return matcher, fault

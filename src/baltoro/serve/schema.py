@@ -54,7 +54,7 @@ class Rules:
         return self._names.setdefault(body, f"r{len(self._names)}")
 
     def terminal(self, regex: str) -> str:
-        """The name of a terminal: `regex` in Lark's syntax, slashes included."""
+        """The name of a terminal: a regular expression in Lark's syntax, slashes included."""
         return self._names.setdefault(regex, f"T{len(self._names)}")
 
     def json(self, schema: Any, *, is_strict: bool) -> str:
@@ -191,7 +191,7 @@ def bare_text(rules: Rules, schema: Any, root: Any, *, is_strict: bool) -> str:
         if unknown:
             raise SchemaError(f"{', '.join(unknown)} cannot be held to in a string argument")
     if "enum" in schema or "const" in schema:
-        return _one_of(schema, is_strict=is_strict)
+        return rules.terminal(_one_of(schema, is_strict=is_strict))
     return _pattern(rules, schema, is_strict=is_strict)
 
 
@@ -220,7 +220,7 @@ def _one_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:
     ]
     if not fitting:
         raise SchemaError("no string fits it")
-    return "(" + " | ".join(dumped(value) for value in dict.fromkeys(fitting)) + ")"
+    return " | ".join(dumped(value) for value in dict.fromkeys(fitting))
 
 
 def _pattern(rules: Rules, schema: Mapping[str, Any], *, is_strict: bool) -> str:
