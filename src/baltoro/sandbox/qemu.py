@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -78,6 +79,7 @@ class QemuMachine:
         self._ram = home / "ram"
         self._is_private = False
         self._runtime = tempfile.mkdtemp(prefix="bq-")  # socket paths must be short
+        (home / "runtime").write_text(self._runtime)
         self._process: asyncio.subprocess.Process | None = None
         self._qmp: Qmp | None = None
         self._channel: Channel | None = None
@@ -126,10 +128,7 @@ class QemuMachine:
         await self.stop()
         if self._channel is not None:
             await self._channel.close()
-        with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self._runtime):
-                os.unlink(os.path.join(self._runtime, name))
-            os.rmdir(self._runtime)
+        shutil.rmtree(self._runtime, ignore_errors=True)
 
     async def stop(self) -> None:
         """End this QEMU; the machine may be continued by another one."""
@@ -347,6 +346,8 @@ class Qemu:
 
     async def sweep(self, sandbox_id: str, home: Path) -> None:
         await kill_named(home / "pid", sandbox_id)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree((home / "runtime").read_text())
 
     async def close(self) -> None:
         return
