@@ -17,7 +17,7 @@ INTEROP_READY := $(INTEROP)/.ready
 PIP := -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint unit interop slow gpu-test bench
+.PHONY: help setup quickstart test lint unit interop slow drivers gpu-test bench
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -35,7 +35,7 @@ $(READY): pyproject.toml
 
 $(INTEROP_READY): pyproject.toml tests/interop/requirements.txt
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found" >&2; exit 1; }
-	@echo "== installing transformers and mlx-lm into $(INTEROP)"
+	@echo "== installing transformers, mlx-lm, e2b and the openai clients into $(INTEROP)"
 	@$(PYTHON) -m venv $(INTEROP)
 	@$(INTEROP)/bin/python $(PIP) "$(TORCH)" --editable . -r tests/interop/requirements.txt
 	@touch $@
@@ -65,11 +65,15 @@ lint: $(READY) ## format, lint, types, import directions
 unit: $(READY) ## the CPU tests, every verb end to end among them
 	$(BIN)/python -m pytest
 
-interop: $(READY) $(INTEROP_READY) ## our checkpoints in transformers and mlx-lm, in their own environment
+interop: $(READY) $(INTEROP_READY) ## foreign programs on our checkpoints and servers, in their own environment
 	$(BIN)/python -m pytest -m interop tests/interop
 
 slow: $(READY) ## the longer CPU tests
 	$(BIN)/python -m pytest -m slow
+
+drivers: $(READY) ## install the sandboxes' tools and run all drivers; names those that this machine refuses
+	$(BIN)/baltoro sandbox install
+	$(BIN)/python -m pytest -m drivers tests/sandbox/test_drivers_ci.py
 
 test: ## everything that CI checks, on a bare clone too
 	@$(MAKE) --no-print-directory lint
