@@ -27,7 +27,7 @@ _CODE = (".c", ".h", ".cpp", ".hpp", ".js", ".sh", ".pl", ".pm", ".rb", ".lua", 
 
 
 def tiny(vocab_size: int = 512) -> BuildConfig:
-    """The shipped text and pictures, exercises, drawn pictures; seconds. 512 ids are bytes and specials."""
+    """What is shipped, exercises and drawn pictures; seconds. 512 ids are bytes and specials."""
     return BuildConfig(
         name="tiny",
         seed=0,
