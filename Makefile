@@ -62,8 +62,8 @@ lint: $(READY) ## format, lint, types, import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-unit: $(READY) ## the CPU tests, every verb end to end among them
-	$(BIN)/python -m pytest
+unit: $(READY) ## the CPU tests, every verb end to end among them; a process with one thread for each core
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 interop: $(READY) $(INTEROP_READY) ## foreign programs on our checkpoints and servers, in their own environment
 	$(BIN)/python -m pytest -m interop tests/interop
