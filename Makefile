@@ -52,7 +52,6 @@ quickstart: $(READY) ## build data, train nano on it, look at it, generate from 
 	$(BIN)/baltoro report $(START)/run
 	$(BIN)/baltoro generate $(START)/run/best --prompt "What is 16 x 4?" --max-new-tokens 60 --temperature 0.7 --seed 0
 	$(BIN)/baltoro generate $(START)/run/best --image $(PICTURE) --prompt "" --max-new-tokens 60 --temperature 0.7 --seed 0
-	$(BIN)/baltoro inspect $(START)/run/best
 	@echo "== $(START)/run/report.html shows the run; $(START)/run/best is a checkpoint in the official layout."
 	@echo "== Next: $(BIN)/baltoro chat $(START)/run/best, $(BIN)/baltoro serve $(START)/run/best, docs/MAP.md"
 
