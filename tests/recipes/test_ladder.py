@@ -2,6 +2,7 @@
 
 import pytest
 
+from baltoro.model.counts import parameter_counts
 from baltoro.model.presets import preset
 from baltoro.recipes import ladder
 from baltoro.recipes.pretrain import pretrain_config
@@ -46,3 +47,10 @@ def test_the_context_grows_as_k3_s_does():
 def test_an_unknown_size_names_the_nearest():
     with pytest.raises(ValueError, match="small"):
         ladder.rung("smal")
+
+
+def test_a_measured_rate_stands_over_the_law_s():
+    assert pretrain_config("nano").schedule.peak == 0.01
+    mini = pretrain_config("mini")
+    active = parameter_counts(mini.model).active
+    assert mini.schedule.peak == ladder.peak_learning_rate(active, ladder.rung("mini").num_tokens)

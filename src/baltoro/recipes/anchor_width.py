@@ -126,14 +126,14 @@ def judge_activations(results: Results) -> list[Finding]:
 
 
 def hot_config(num_steps: int) -> PretrainConfig:
-    """nano at 32 times its learning rate, steps of 1,024 tokens."""
+    """nano at 8 times its learning rate, steps of 1,024 tokens."""
     config = nano_config(num_steps, tokens_per_step=1024)
-    return replace(config, {"schedule.peak": 32 * config.schedule.peak})
+    return replace(config, {"schedule.peak": 8 * config.schedule.peak})
 
 
 ACTIVATIONS = Study(
     name="activations",
-    setting="nano without sight at 32 times its rate, 120 steps of 1,024 tokens, context 512",
+    setting="nano without sight at 8 times its rate, 120 steps of 1,024 tokens, context 512",
     arms=(
         Arm(name="both", what="norm before W_up, SiTU"),
         Arm(name="norm", what="norm before W_up, SwiGLU", changes={_ACTIVATION: "silu"}),

@@ -6,8 +6,8 @@ From the active parameters N and the tokens D of the horizon follow, with C = 6 
 
 Moonlight's laws (arXiv 2502.16982; `k3-recipe` 6.1), found with AdamW and used unchanged for Muon,
 whose update has the same size. They were fitted at 4e8 to 1.5e9 parameters: below, they are an
-extrapolation, and K3 publishes no numbers of its own. Tokens per step are rounded to a power of
-two, and are at least one longest sequence.
+extrapolation, too low for `nano` by four, and K3 publishes no numbers of its own. Tokens per step
+are rounded to a power of two, and are at least one longest sequence.
 
 The context grows in four stages as K3's does, 8K to 64K to 256K to 1M, ratio 1 : 8 : 32 : 128, none
 below `SHORTEST`, so that a picture with its words fits the first stage. Their shares of the run are
@@ -36,6 +36,7 @@ class Rung:
     num_mtp_layers: int
     why: str
     recompute: bool = False  # of activations, so that a microbatch fits
+    peak: float | None = None  # learning rate, where a better one than the law's was measured
 
 
 LADDER: dict[str, Rung] = {
@@ -46,6 +47,7 @@ LADDER: dict[str, Rung] = {
         max_microbatch=2048,
         num_mtp_layers=0,
         why="minutes on two cores: 300 steps, two epochs of the shipped corpus, no MTP layer",
+        peak=0.01,  # of .0025 to .02 (anchor A14); the law gives .0024
     ),
     "mini": Rung(
         preset="mini",
@@ -80,6 +82,12 @@ def rung(size: str) -> Rung:
     if size not in LADDER:
         raise ValueError(f"size {size!r} is unknown; {nearest(size, LADDER)}")
     return LADDER[size]
+
+
+def peak_of(size: str, num_active: int, num_tokens: int) -> float:
+    """The size's own learning rate, or that of the law."""
+    own = rung(size).peak
+    return peak_learning_rate(num_active, num_tokens) if own is None else own
 
 
 def peak_learning_rate(num_active: int, num_tokens: int) -> float:
