@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from baltoro.model.cache import Cache, KdaInputs
 from baltoro.model.config import ModelConfig
-from baltoro.ops.kda import (
-    bounded_gate,
-    chunk_kda,
-    l2_normalize,
-    recurrent_kda,
-    softplus_gate,
-)
+from baltoro.ops.kda import l2_normalize, log_decay, recurrent_kda
 from baltoro.ops.kda.fused import chunk_kda_fused
 from baltoro.ops.rms_norm import gated_rms_norm
 from baltoro.ops.short_conv import short_conv
@@ -77,8 +71,13 @@ class Kda(nn.Module):
         beta_logits_TH = self.b_proj(x_TD)
         inputs: KdaInputs | None = None
         if cache is not None and cache.form == "decode":
-            q_THK, k_THK = self._unit(q_THK, k_THK)
-            g_THK, beta_TH = self._gates(logits_THK, beta_logits_TH)
+            q_THK = l2_normalize(q_THK, scale=q_THK.shape[-1] ** -0.5)
+            k_THK = l2_normalize(k_THK)
+            g_THK = log_decay(
+                logits_THK, self.A_log, self.dt_bias, lower_bound=kda.gate_lower_bound
+            )
+            # fp32: both enter a recurrence over the whole sequence
+            beta_TH = torch.sigmoid(beta_logits_TH.to(g_THK.dtype))
             inputs = KdaInputs(projected_TC, k_THK, v_THV, g_THK, beta_TH)
             out = recurrent_kda(
                 q_THK,
@@ -89,16 +88,6 @@ class Kda(nn.Module):
                 cu_seqlens=cu_seqlens,
                 initial_state=state,
                 impl=impl.kda_decode,
-            )
-        elif kda.gate_lower_bound is None:
-            out = chunk_kda(
-                *self._unit(q_THK, k_THK),
-                v_THV,
-                *self._gates(logits_THK, beta_logits_TH),
-                cu_seqlens=cu_seqlens,
-                initial_state=state,
-                gate_lower_bound=None,
-                impl=impl.kda,
             )
         else:
             out = chunk_kda_fused(
@@ -139,18 +128,6 @@ class Kda(nn.Module):
         heads, dim = self.config.kda.num_heads, self.config.kda.head_dim
         q_THK, k_THK, v_THV = mixed.y.view(-1, 3, heads, dim).unbind(1)
         return q_THK, k_THK, v_THV, mixed.final_state
-
-    def _unit(self, q_THK: Tensor, k_THK: Tensor) -> tuple[Tensor, Tensor]:
-        return l2_normalize(q_THK, scale=q_THK.shape[-1] ** -0.5), l2_normalize(k_THK)
-
-    def _gates(self, logits_THK: Tensor, beta_logits_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-decay `[T, H, K]` and write strength `[T, H]`, fp32: they enter a long recurrence."""
-        bound = self.config.kda.gate_lower_bound
-        if bound is None:
-            g_THK = softplus_gate(logits_THK, self.A_log, self.dt_bias)
-        else:
-            g_THK = bounded_gate(logits_THK, self.A_log, self.dt_bias, lower_bound=bound)
-        return g_THK, torch.sigmoid(beta_logits_TH.to(g_THK.dtype))
 
     def _out_gate(self, x_TD: Tensor) -> Tensor:
         if self.config.kda.use_full_rank_gate:

@@ -23,7 +23,7 @@ from baltoro.model.layer import Layer
 from baltoro.model.mlp import Mlp
 from baltoro.model.model import Model
 from baltoro.model.norm import RmsNorm
-from baltoro.ops.kda import bounded_gate, softplus_gate
+from baltoro.ops.kda import log_decay
 from baltoro.train.metrics import Value
 from baltoro.train.step import run_model
 
@@ -68,10 +68,7 @@ def _decay(name: str, kda: Kda, found: dict[str, Any]) -> Any:
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         logits_THK = output.view(-1, config.num_heads, config.head_dim)
         bound = config.gate_lower_bound
-        if bound is None:
-            g_THK = softplus_gate(logits_THK, kda.A_log, kda.dt_bias)
-        else:
-            g_THK = bounded_gate(logits_THK, kda.A_log, kda.dt_bias, lower_bound=bound)
+        g_THK = log_decay(logits_THK, kda.A_log, kda.dt_bias, lower_bound=bound)
         half_HK = math.log(2) / -g_THK.mean(0).clamp(max=-1e-9)
         quantiles = torch.tensor(_QUANTILES, device=half_HK.device, dtype=half_HK.dtype)
         found[name] = torch.quantile(half_HK, quantiles, dim=1).T.tolist()

@@ -14,13 +14,14 @@ import torch
 from ..impl import ImplError, choose
 from ..packed import read_boundaries
 from . import chunked, reference, step
-from .gates import bounded_gate, l2_normalize, softplus_gate
+from .gates import bounded_gate, l2_normalize, log_decay, softplus_gate
 
 __all__ = [
     "KdaOutput",
     "bounded_gate",
     "chunk_kda",
     "l2_normalize",
+    "log_decay",
     "recurrent_kda",
     "softplus_gate",
 ]

@@ -13,7 +13,7 @@ import torch
 
 from ..impl import ImplError, choose
 from . import KdaOutput, chunk_kda
-from .gates import bounded_gate, l2_normalize
+from .gates import l2_normalize, log_decay
 
 
 class _Fused(Protocol):
@@ -28,7 +28,7 @@ class _Fused(Protocol):
         dt_bias: torch.Tensor,
         cu_seqlens: torch.Tensor,
         initial_state: torch.Tensor | None,
-        lower_bound: float,
+        lower_bound: float | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -44,14 +44,14 @@ def _composed(impl: str) -> _Fused:
         dt_bias: torch.Tensor,
         cu_seqlens: torch.Tensor,
         initial_state: torch.Tensor | None,
-        lower_bound: float,
+        lower_bound: float | None,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return chunk_kda(
             l2_normalize(q, eps=eps, scale=q.shape[-1] ** -0.5),
             l2_normalize(k, eps=eps),
             v,
-            bounded_gate(decay_logits, a_log, dt_bias, lower_bound=lower_bound),
+            log_decay(decay_logits, a_log, dt_bias, lower_bound=lower_bound),
             torch.sigmoid(beta_logits.to(a_log.dtype)),
             cu_seqlens=cu_seqlens,
             initial_state=initial_state,
@@ -72,9 +72,14 @@ def _triton(
     dt_bias: torch.Tensor,
     cu_seqlens: torch.Tensor,
     initial_state: torch.Tensor | None,
-    lower_bound: float,
+    lower_bound: float | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if lower_bound is None:
+        raise ImplError(
+            "chunk_kda_fused: impl='triton' serves the bounded gate alone, not "
+            "gate_lower_bound=None; use impl='torch'"
+        )
     try:
         from .triton import chunk
     except ModuleNotFoundError as error:
@@ -103,7 +108,7 @@ def chunk_kda_fused(
     *,
     cu_seqlens: torch.Tensor,
     initial_state: torch.Tensor | None = None,
-    gate_lower_bound: float,
+    gate_lower_bound: float | None,
     eps: float = 1e-6,
     impl: str,
 ) -> KdaOutput:
@@ -111,15 +116,16 @@ def chunk_kda_fused(
 
     `q`, `k`, `decay_logits` `[T, H, K]`, `v` `[T, H, V]` and `beta_logits` `[T, H]` of one dtype;
     `A_log` `[H]` and `dt_bias` `[H * K]` fp32 (fp64 for fp64 inputs); `gate_lower_bound` in
-    [-5, 0); `eps` inside the root of the norm. The rest, and the result, as in `chunk_kda`.
+    [-5, 0), or None for the softplus decay, which `triton` does not serve; `eps` inside the root of
+    the norm. The rest, and the result, as in `chunk_kda`.
 
     Raises `ValueError` for shapes and dtypes that do not fit; `ImplError` for an unknown `impl` or
     inputs that it does not serve. `triton` trusts that `cu_seqlens` is a partition of T: the check
     would wait for the device.
     """
     run = choose("chunk_kda_fused", impl, _FUSED)
-    if not -5.0 <= gate_lower_bound < 0.0:
-        raise ValueError(f"gate_lower_bound={gate_lower_bound}: must be in [-5, 0)")
+    if gate_lower_bound is not None and not -5.0 <= gate_lower_bound < 0.0:
+        raise ValueError(f"gate_lower_bound={gate_lower_bound}: must be None or in [-5, 0)")
     if q.dim() != 3 or v.dim() != 3:
         raise ValueError(f"q {list(q.shape)}, v {list(v.shape)}: expected [T, H, K], [T, H, V]")
     num_tokens, num_heads, key_dim = q.shape

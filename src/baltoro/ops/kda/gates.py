@@ -35,6 +35,22 @@ def softplus_gate(
     return F.softplus(shifted) * -scale
 
 
+def log_decay(
+    decay_logits: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    lower_bound: float | None,
+) -> torch.Tensor:
+    """The decay map of a model: bounded, or softplus if `lower_bound` is None.
+
+    Arguments and result as `bounded_gate`.
+    """
+    if lower_bound is None:
+        return softplus_gate(decay_logits, A_log, dt_bias)
+    return bounded_gate(decay_logits, A_log, dt_bias, lower_bound=lower_bound)
+
+
 def l2_normalize(x: torch.Tensor, *, eps: float = 1e-6, scale: float = 1.0) -> torch.Tensor:
     """`scale * x / sqrt(sum(x^2) + eps)` over the last dim, in fp32, returned in `x.dtype`.
 

@@ -30,7 +30,7 @@ def varlen_attention(
 ) -> Tensor:
     value_dim = v.shape[2]
     width = max(q.shape[2], value_dim)
-    q, k, v = (_heads_first(tensor, width) for tensor in (q, k, v))
+    q, k, v = (widen(tensor, width).transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     outs = []
     for n in range(len(bounds_q) - 1):
         q_seq = q[:, :, bounds_q[n] : bounds_q[n + 1]]
@@ -43,11 +43,9 @@ def varlen_attention(
     return out[0, :, :, :value_dim].transpose(0, 1)
 
 
-def _heads_first(tensor: Tensor, width: int) -> Tensor:
-    """`[T, H, K]` to `[1, H, T, width]`."""
-    if tensor.shape[2] < width:
-        tensor = F.pad(tensor, (0, width - tensor.shape[2]))
-    return tensor.transpose(0, 1).unsqueeze(0)
+def widen(tensor: Tensor, width: int) -> Tensor:
+    """`[T, H, K]` to `[T, H, width]`, zeros behind K; itself if as wide (a pad would copy)."""
+    return F.pad(tensor, (0, width - tensor.shape[2])) if tensor.shape[2] < width else tensor
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> list[Tensor]:

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from baltoro.ops.impl import ImplError
+from baltoro.ops.mla.dense import widen
 
 _MAX_DIM = 256
 
@@ -34,7 +34,7 @@ def varlen_attention(
         )
     if q.shape[0] == 0:
         return q.new_empty((0, *v.shape[1:])) + 0 * (q.sum() + k.sum() + v.sum())
-    q, k, v = (F.pad(tensor, (0, width - tensor.shape[2])) for tensor in (q, k, v))
+    q, k, v = (widen(tensor, width) for tensor in (q, k, v))
     starts_q, starts_k = (
         torch.tensor(bounds, dtype=torch.int32).to(q.device, non_blocking=True)
         for bounds in (bounds_q, bounds_k)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from baltoro.ops.moe.shared import Glu
+from baltoro.ops.moe.shared import Glu, sorted_pairs
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4
 from baltoro.ops.situ import dense as situ
 
@@ -93,13 +93,9 @@ def _one_token(
 
 
 def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
-    flat = expert_ids.flatten()
-    pair = flat.argsort(stable=True)
-    row = torch.empty_like(pair)
-    row[pair] = torch.arange(pair.shape[0], device=pair.device)
-    token = torch.div(pair, expert_ids.shape[1], rounding_mode="floor")
+    pairs, flat = sorted_pairs(expert_ids), expert_ids.flatten()
     counts = torch.bincount(flat, minlength=num_experts).tolist()
-    return _Plan(token, pair, row, _batches(counts))
+    return _Plan(*pairs, _batches(counts))
 
 
 def _batches(counts: list[int]) -> list[tuple[slice, list[Segment]]]:

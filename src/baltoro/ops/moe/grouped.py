@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from baltoro.ops.impl import ImplError
 from baltoro.ops.moe.dense import activate, activate_backward
-from baltoro.ops.moe.shared import Glu
+from baltoro.ops.moe.shared import Glu, sorted_pairs
 
 _ALIGNED = 16  # bytes that a row of every operand must be a multiple of
 
@@ -100,14 +100,10 @@ _PIECES = Pieces(activate, _weighted_backward, _combine)
 
 
 def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
-    flat = expert_ids.flatten()
-    pair = flat.argsort(stable=True)
-    row = torch.empty_like(pair)
-    row[pair] = torch.arange(pair.shape[0], device=pair.device)
-    token = torch.div(pair, expert_ids.shape[1], rounding_mode="floor")
+    pairs, flat = sorted_pairs(expert_ids), expert_ids.flatten()
     counts = torch.zeros(num_experts, dtype=torch.int32, device=flat.device)
     counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    return _Plan(token, pair, row, counts.cumsum(0, dtype=torch.int32))
+    return _Plan(*pairs, counts.cumsum(0, dtype=torch.int32))
 
 
 class _Experts(torch.autograd.Function):
