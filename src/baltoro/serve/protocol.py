@@ -17,7 +17,7 @@ from baltoro.serve.answer import Answer
 from baltoro.serve.form import Form, Tool
 from baltoro.serve.request import NewToken
 from baltoro.serve.sampling import Penalties, Sampling
-from baltoro.text.reply import Delta
+from baltoro.text.reply import Delta, call_records
 from baltoro.text.vocabulary import Tokenizer
 
 EFFORTS = ("none", "low", "high", "max")
@@ -316,10 +316,8 @@ def chat_delta(delta: Delta, num_calls_before: int, call_ids: list[str]) -> dict
         fields["tool_calls"] = []
         for index, call in enumerate(delta.tool_calls, num_calls_before):
             call_ids.append(new_id("call"))
-            function = {"name": call.name, "arguments": call.arguments}
-            fields["tool_calls"].append(
-                {"index": index, "id": call_ids[-1], "type": "function", "function": function}
-            )
+            (record,) = call_records(call_ids[-1:], [call])
+            fields["tool_calls"].append({"index": index} | record)
     return fields
 
 
@@ -329,14 +327,7 @@ def chat_message(answer: Answer, call_ids: list[str]) -> dict[str, Any]:
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
-        message["tool_calls"] = [
-            {
-                "id": call_id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call_id, call in zip(call_ids, answer.tool_calls, strict=True)
-        ]
+        message["tool_calls"] = call_records(call_ids, answer.tool_calls)
     return message
 
 

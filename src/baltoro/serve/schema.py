@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from baltoro.text.arguments import type_of
+
 KINDS = ("string", "number", "boolean", "null", "object", "array")  # XTML's types of a value
 MAX_DEPTH = 32  # of references and branches that a type is looked for through
 
@@ -113,9 +115,9 @@ def kinds(schema: Any, root: Any, depth: int = 0) -> set[str]:
     if "type" in schema:
         found &= {_kind(name) for name in _list(schema["type"])}
     if "enum" in schema:
-        found &= {kind_of(value) for value in _list(schema["enum"])}
+        found &= {type_of(value) for value in _list(schema["enum"])}
     if "const" in schema:
-        found &= {kind_of(schema["const"])}
+        found &= {type_of(schema["const"])}
     if "$ref" in schema:
         found &= kinds(_target(schema["$ref"], root), root, depth + 1)
     for key in ("anyOf", "oneOf"):
@@ -150,7 +152,7 @@ def narrowed(schema: Any, kind: str, root: Any, depth: int = 0) -> Any:
     elif not {"enum", "const", "$ref", "anyOf", "oneOf", "allOf"} & narrow.keys():
         narrow["type"] = kind
     if "enum" in narrow:
-        narrow["enum"] = [value for value in _list(narrow["enum"]) if kind_of(value) == kind]
+        narrow["enum"] = [value for value in _list(narrow["enum"]) if type_of(value) == kind]
     if "$ref" in narrow:
         narrow = narrowed(resolved(narrow, root), kind, root, depth + 1)
     for key in ("anyOf", "oneOf"):
@@ -193,19 +195,6 @@ def bare_text(rules: Rules, schema: Any, root: Any, *, is_strict: bool) -> str:
     if "enum" in schema or "const" in schema:
         return rules.terminal(_one_of(schema, is_strict=is_strict))
     return _pattern(rules, schema, is_strict=is_strict)
-
-
-def kind_of(value: Any) -> str:
-    """XTML's type of a JSON value."""
-    if isinstance(value, bool):
-        return "boolean"
-    if value is None:
-        return "null"
-    if isinstance(value, (int, float)):
-        return "number"
-    if isinstance(value, str):
-        return "string"
-    return "object" if isinstance(value, Mapping) else "array"
 
 
 def _one_of(schema: Mapping[str, Any], *, is_strict: bool) -> str:

@@ -67,15 +67,20 @@ class Reply:
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call_id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call_id, call in zip(call_ids, self.tool_calls, strict=True)
-            ]
+            message["tool_calls"] = call_records(call_ids, self.tool_calls)
         return message
+
+
+def call_records(call_ids: Sequence[str], calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
+    """The `tool_calls` of a message in OpenAI's form; one id each."""
+    return [
+        {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call_id, call in zip(call_ids, calls, strict=True)
+    ]
 
 
 def join(deltas: Iterable[Delta]) -> tuple[str, str, tuple[ToolCall, ...]]:
