@@ -84,12 +84,6 @@ def rung(size: str) -> Rung:
     return LADDER[size]
 
 
-def peak_of(size: str, num_active: int, num_tokens: int) -> float:
-    """The size's own learning rate, or that of the law."""
-    own = rung(size).peak
-    return peak_learning_rate(num_active, num_tokens) if own is None else own
-
-
 def peak_learning_rate(num_active: int, num_tokens: int) -> float:
     """Of the law, to three digits."""
     return float(f"{0.01273 * _compute(num_active, num_tokens) ** -0.0575:.3g}")

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from baltoro.text.files import write_atomically
+
 LOCK_FILE = "lock"
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -60,10 +62,7 @@ class RunFolder:
         name = f"{PICTURES}/{hashlib.sha256(picture).hexdigest()[:16]}.png"
         path = self.path / name
         if not path.is_file():
-            path.parent.mkdir(exist_ok=True)
-            fresh = path.with_suffix(".new")
-            fresh.write_bytes(picture)
-            fresh.replace(path)
+            write_atomically(path, picture)
         return name
 
     def prune(self, *, keep_last: int, best: int | None) -> None:

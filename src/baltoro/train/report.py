@@ -1,6 +1,5 @@
 """`baltoro report`: what a run did, as one HTML page that needs nothing beside it."""
 
-import base64
 import json
 import math
 import re
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from baltoro.data.document import data_url
 from baltoro.data.manifest import CARD
 from baltoro.optim.balancing import max_vio
 from baltoro.train.folder import CONFIG_FILE, METRICS_FILE, PICTURES
@@ -321,10 +321,9 @@ def _sample(sample: dict[str, Any], picture: bytes | None) -> str:
     words = f"<pre><b>{escape(sample['prompt'])}</b>{escape(sample['text'])}</pre>"
     if picture is None:
         return words
-    encoded = base64.b64encode(picture).decode()
     expected = escape(sample.get("expected", ""))
     return (
-        f'<div class="pictured"><img alt="held-out picture" src="data:image/png;base64,{encoded}">'
+        f'<div class="pictured"><img alt="held-out picture" src="{data_url(picture)}">'
         f'<div>{words}<p class="none">The document says: {expected}</p></div></div>'
     )
 
