@@ -10,11 +10,11 @@ AdamW for every parameter, `muon` the run's own optimiser. Time is of training s
 
 import argparse
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import torch
+from provenance import commit_of
 from torch import Tensor, nn
 
 from baltoro.data.dataset import Dataset
@@ -236,12 +236,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
     config = pretrain_config(arguments.size, num_tokens=arguments.tokens, is_gpu=is_gpu)
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
+    commit = commit_of(arguments.commit)
     result = {
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
         "torch": torch.__version__,

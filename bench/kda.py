@@ -14,12 +14,12 @@ backward) at a measured copy rate, and 186k and 662k FLOPs at a measured bf16 ma
 import argparse
 import json
 import statistics
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import triton
+from provenance import commit_of
 
 from baltoro.ops.kda.fused import chunk_kda_fused
 
@@ -170,12 +170,7 @@ def main() -> None:
     parser.add_argument("--commit", help="instead of asking git")
     parser.add_argument("--quick", action="store_true", help="the two shapes of the targets only")
     arguments = parser.parse_args()
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
+    commit = commit_of(arguments.commit)
     refuse_wrong_results()
     bytes_per_s, flops_per_s = ceilings()
     ops = {"ours": ours} | ({"fla": fla} if fla_chunk_kda else {})

@@ -13,7 +13,6 @@ rate; for the loss the products alone, one forward and two backward, at a measur
 
 import argparse
 import json
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from kda import ceilings, eager_ms, graph_ms
+from provenance import commit_of
 from torch import Tensor
 
 from baltoro.ops.attn_res import attn_res_mix
@@ -220,12 +220,7 @@ def main() -> None:
     parser.add_argument("--commit", help="instead of asking git")
     parser.add_argument("--only", help="one operator")
     arguments = parser.parse_args()
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
+    commit = commit_of(arguments.commit)
     bytes_per_s, flops_per_s = ceilings()
     result = {
         "device": torch.cuda.get_device_name(),

@@ -11,12 +11,12 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 import triton
+from provenance import commit_of
 from torch.profiler import ProfilerActivity, profile
 
 from baltoro.config import replace
@@ -91,12 +91,7 @@ def main() -> None:
     rate = matmul_rate(torch.device("cuda"), torch.bfloat16)
     flops = 3 * flop_counts(config.model, arguments.seq_len).total
     speed = arguments.positions / step
-    commit = (
-        arguments.commit
-        or subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
+    commit = commit_of(arguments.commit)
     result = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
