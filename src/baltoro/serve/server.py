@@ -80,14 +80,18 @@ class Server:
         self.grammars = Grammars(processor.tokenizer)
         self.background = BackgroundEngine(engine)
 
-    async def complete(self, request: Request, kind: type[Choices], body_type: type[B]) -> Response:
+    async def complete(
+        self,
+        request: Request,
+        kind: type[Choices],
+        body_type: type[ChatBody] | type[CompletionBody],
+    ) -> Response:
         """Serve a completion, streamed or whole."""
         self._authorise(request)
-        body = await self._body(request, body_type)
-        if isinstance(body, ChatBody | CompletionBody):
-            body.check()
+        body: ChatBody | CompletionBody = await self._body(request, body_type)
+        body.check()
         choices = kind(
-            body,  # type: ignore[arg-type]
+            body,
             self.processor,
             self.background,
             self.metrics,
