@@ -1,16 +1,18 @@
 """Train a dense transformer on the very tokens of a `baltoro train` run, to compare with it.
 
     PYTHONPATH=src python3 bench/dense_baseline.py --size small --tokens 40000000 --data DATA \
-        --out OUT.json [--optimizer adamw muon]
+        --out OUT.json [--optimizer adamw muon] [--peak RATE]
 
 Pre-norm, full causal attention with rotary positions, SwiGLU; as many active parameters as the K3
-model of that size, the same loader, schedule, learning rate, batch and held-out text. `adamw` runs
-AdamW for every parameter, `muon` the run's own optimiser. Time is of training steps alone.
+model of that size, the same loader, schedule, batch and held-out text, and its learning rate unless
+`--peak` gives this model's own best. `adamw` runs AdamW for every parameter, `muon` the run's own
+optimiser. Time is of training steps alone.
 """
 
 import argparse
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -230,12 +232,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--optimizer", nargs="+", default=["adamw", "muon"])
+    parser.add_argument("--peak", type=float, help="learning rate, instead of the size's own")
     parser.add_argument("--out", type=Path, default=Path("bench/results/dense_baseline.json"))
     parser.add_argument("--commit", help="instead of asking git")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
     config = pretrain_config(arguments.size, num_tokens=arguments.tokens, is_gpu=is_gpu)
+    if arguments.peak is not None:
+        config = replace(config, schedule=replace(config.schedule, peak=arguments.peak))
     commit = commit_of(arguments.commit)
     result = {
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
