@@ -1,6 +1,7 @@
 /* The program that runs inside every sandbox: starts commands, moves their bytes, reads and writes files.
  *
  *   agent IN OUT          speak frames on two paths (FIFO or character device), or fds if numeric
+ *   agent FD FD           of a listening socket: speak to the peer that connected last
  *
  * One thread, one poll loop, no allocation that grows with traffic, so that it checkpoints small and
  * survives a snapshot anywhere. Frame: u32 payload length, u8 kind, u32 id, payload; little endian.
@@ -29,6 +30,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/wait.h>
@@ -39,6 +41,7 @@
 #define MAX_JOBS 512
 #define PIECE 65536
 #define MAX_FRAME (1 << 20)
+#define FIXED_POLLS 3
 
 enum { FREE = 0, COMMAND, WRITING };
 
@@ -53,8 +56,28 @@ struct job {
 
 static struct job jobs[MAX_JOBS];
 static int host_in, host_out, child_pipe[2];
+static int listener = -1; /* where hosts connect, if they do; host_in and host_out are -1 without one */
 static int is_quiet, is_port;
 static unsigned char frame[MAX_FRAME + 1], piece[PIECE];
+
+static void close_end(int *fd) {
+    if (*fd >= 0) close(*fd);
+    *fd = -1;
+}
+
+/* A snapshot of the machine cuts the connection of a socket; the host, or another one, comes again. */
+static void drop_host(void) {
+    close_end(&host_in);
+    host_out = -1;
+}
+
+static void accept_host(void) {
+    drop_host();
+    while ((host_in = accept4(listener, NULL, NULL, SOCK_CLOEXEC)) < 0 && errno == EINTR) {}
+    host_out = host_in;
+}
+
+static int is_still(void) { return is_quiet || host_out < 0; }
 
 static void write_all(int fd, const void *data, size_t size) {
     const char *at = data;
@@ -67,7 +90,9 @@ static void write_all(int fd, const void *data, size_t size) {
                 poll(&p, 1, -1);
                 continue;
             }
-            _exit(3);
+            if (listener < 0) _exit(3);
+            if (fd == host_out) drop_host();
+            return;
         }
         at += n;
         size -= (size_t)n;
@@ -80,7 +105,7 @@ static void send_frame(char kind, uint32_t id, const void *data, uint32_t size) 
     out[4] = (unsigned char)kind;
     memcpy(out + 5, &id, 4);
     if (size) memcpy(out + 9, data, size);
-    write_all(host_out, out, size + 9);
+    if (host_out >= 0) write_all(host_out, out, size + 9);
 }
 
 static void send_number(char kind, uint32_t id, uint32_t value) { send_frame(kind, id, &value, 4); }
@@ -91,23 +116,27 @@ static void await_host(void) {
     usleep(2000);
 }
 
-static void read_all(int fd, void *data, size_t size) {
+/* Returns 0 if the host of a socket went away meanwhile. */
+static int read_all(int fd, void *data, size_t size) {
     char *at = data;
     while (size > 0) {
         ssize_t n = read(fd, at, size);
-        if (n == 0) await_host();
-        if (n < 0) {
-            if (errno == EINTR) continue;
-            if (errno == EAGAIN) {
-                struct pollfd p = {fd, POLLIN, 0};
-                poll(&p, 1, -1);
-                continue;
-            }
-            _exit(3);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && errno == EAGAIN) {
+            struct pollfd p = {fd, POLLIN, 0};
+            poll(&p, 1, -1);
+            continue;
         }
+        if (n <= 0 && listener >= 0) {
+            drop_host();
+            return 0;
+        }
+        if (n == 0) await_host();
+        if (n < 0) _exit(3);
         at += n;
         size -= (size_t)n;
     }
+    return 1;
 }
 
 static struct job *find_job(uint32_t id) {
@@ -123,11 +152,6 @@ static struct job *new_job(int state, uint32_t id) {
             return &jobs[i];
         }
     return NULL;
-}
-
-static void close_end(int *fd) {
-    if (*fd >= 0) close(*fd);
-    *fd = -1;
 }
 
 static void on_child(int signo) {
@@ -324,11 +348,11 @@ static void seed(const unsigned char *data, uint32_t size) {
 static void serve_frame(void) {
     unsigned char head[9];
     uint32_t size, id;
-    read_all(host_in, head, 9);
+    if (!read_all(host_in, head, 9)) return;
     memcpy(&size, head, 4);
     memcpy(&id, head + 5, 4);
     if (size > MAX_FRAME) _exit(4);
-    read_all(host_in, frame, size);
+    if (!read_all(host_in, frame, size)) return;
     frame[size] = 0;
     struct job *job;
     switch (head[4]) {
@@ -364,7 +388,7 @@ static int is_readable(int fd) {
 }
 
 static void finish(struct job *job) {
-    if (job->has_exited && !job->is_muted && !is_quiet) {
+    if (job->has_exited && !job->is_muted && !is_still()) {
         for (int i = 0; i < 64 && is_readable(job->out) && pump(job, &job->out, 'O'); i++) {}
         for (int i = 0; i < 64 && is_readable(job->err) && pump(job, &job->err, 'e'); i++) {}
         if (is_readable(job->out) || is_readable(job->err)) return;
@@ -408,16 +432,24 @@ int main(int argc, char **argv) {
     is_port = fstat(host_in, &st) == 0 && S_ISCHR(st.st_mode);
     fcntl(host_in, F_SETFD, FD_CLOEXEC);
     fcntl(host_out, F_SETFD, FD_CLOEXEC);
+    int is_listening = 0;
+    socklen_t size = sizeof is_listening;
+    if (getsockopt(host_in, SOL_SOCKET, SO_ACCEPTCONN, &is_listening, &size) == 0 && is_listening) {
+        listener = host_in;
+        host_in = host_out = -1;
+        accept_host();
+    }
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     signal(SIGPIPE, SIG_IGN);
     struct sigaction action = {.sa_handler = on_child, .sa_flags = SA_RESTART};
     sigaction(SIGCHLD, &action, NULL);
     send_frame('h', 0, NULL, 0);
     for (;;) {
-        struct pollfd polls[2 + 2 * MAX_JOBS] = {{host_in, POLLIN, 0}, {child_pipe[0], POLLIN, 0}};
-        int *ends[2 + 2 * MAX_JOBS], num_polls = 2;
-        struct job *owners[2 + 2 * MAX_JOBS];
-        for (int i = 0; i < MAX_JOBS && !is_quiet; i++) {
+        struct pollfd polls[FIXED_POLLS + 2 * MAX_JOBS] = {
+            {host_in, POLLIN, 0}, {child_pipe[0], POLLIN, 0}, {listener, POLLIN, 0}};
+        int *ends[FIXED_POLLS + 2 * MAX_JOBS], num_polls = FIXED_POLLS;
+        struct job *owners[FIXED_POLLS + 2 * MAX_JOBS];
+        for (int i = 0; i < MAX_JOBS && !is_still(); i++) {
             if (jobs[i].state != COMMAND) continue;
             for (int k = 0; k < 2; k++) {
                 int *fd = k ? &jobs[i].err : &jobs[i].out;
@@ -431,12 +463,16 @@ int main(int argc, char **argv) {
         if (polls[1].revents) {
             while (read(child_pipe[0], piece, PIECE) > 0) {}
         }
-        for (int i = 2; i < num_polls; i++)
+        for (int i = FIXED_POLLS; i < num_polls; i++)
             if (polls[i].revents) pump(owners[i], ends[i], ends[i] == &owners[i]->out ? 'O' : 'e');
         reap();
         for (int i = 0; i < MAX_JOBS; i++)
             if (jobs[i].state == COMMAND) finish(&jobs[i]);
-        if (polls[0].revents & POLLIN) serve_frame();
-        else if (polls[0].revents & (POLLHUP | POLLERR)) await_host();
+        if (polls[2].revents) accept_host();
+        else if (polls[0].revents & POLLIN) serve_frame();
+        else if (polls[0].revents & (POLLHUP | POLLERR)) {
+            if (listener < 0) await_host();
+            else drop_host();
+        }
     }
 }

@@ -1,12 +1,14 @@
 /* Process 1 of a guest machine: loads modules, mounts the image under a writable layer in RAM, and
- * becomes the agent on the virtio port. Lives in the initramfs with `agent` and `modules/`.
+ * becomes the agent on the virtio port or on a vsock. Lives in the initramfs with `agent` and `modules/`.
  *
  * Everything the guest writes is in its memory, so a memory snapshot holds its files too. Kernel
- * parameters: `disk_bytes=N` bounds the writable layer, `max_pids=N` the processes.
+ * parameters: `disk_bytes=N` bounds the writable layer, `max_pids=N` the processes; with `vsock_port=N` the
+ * agent listens there instead of opening the virtio port.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/vm_sockets.h>
 #include <net/if.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,6 +67,7 @@ static void loopback_up(void) {
     close(fd);
 }
 
+/* A kernel parameter; 0 if there is none. */
 static unsigned long long parameter(const char *name) {
     char line[4096] = "";
     int fd = open("/proc/cmdline", O_RDONLY | O_CLOEXEC);
@@ -73,8 +76,16 @@ static unsigned long long parameter(const char *name) {
     must((int)n, "cmdline");
     close(fd);
     char *at = strstr(line, name);
-    if (!at) fail(name);
-    return strtoull(at + strlen(name), NULL, 10);
+    return at ? strtoull(at + strlen(name), NULL, 10) : 0;
+}
+
+static int listen_on_vsock(unsigned port) {
+    struct sockaddr_vm address = {.svm_family = AF_VSOCK, .svm_cid = VMADDR_CID_ANY, .svm_port = port};
+    int fd = socket(AF_VSOCK, SOCK_STREAM, 0);
+    must(fd, "vsock socket; is the driver in the kernel?");
+    must(bind(fd, (struct sockaddr *)&address, sizeof address), "vsock bind");
+    must(listen(fd, 4), "vsock listen");
+    return fd;
 }
 
 static void bound_processes(void) {
@@ -90,7 +101,9 @@ int main(void) {
     int console = open("/dev/console", O_RDWR);
     for (int fd = 0; fd < 3 && console >= 0; fd++) dup2(console, fd);
     must(mount("proc", "/proc", "proc", 0, NULL), "proc");
-    snprintf(options, sizeof options, "mode=755,size=%llu", parameter("disk_bytes="));
+    unsigned long long disk_bytes = parameter("disk_bytes=");
+    if (!disk_bytes) fail("disk_bytes="); /* no bound to a tmpfs */
+    snprintf(options, sizeof options, "mode=755,size=%llu", disk_bytes);
     bound_processes();
     load_modules();
     await_path("/dev/vda");
@@ -118,8 +131,11 @@ int main(void) {
     must(chdir("/"), "chdir /");
     sethostname("sandbox", 7);
     loopback_up();
-    await_path(PORT);
-    char *argv[] = {"agent", PORT, PORT, NULL}, *env[] = {"PATH=/usr/bin:/bin", NULL};
+    char end[32] = PORT;
+    unsigned port = (unsigned)parameter("vsock_port=");
+    if (port) snprintf(end, sizeof end, "%d", listen_on_vsock(port));
+    else await_path(PORT);
+    char *argv[] = {"agent", end, end, NULL}, *env[] = {"PATH=/usr/bin:/bin", NULL};
     must((int)syscall(SYS_execveat, agent, "", argv, env, AT_EMPTY_PATH), "exec agent");
     return 1;
 }
