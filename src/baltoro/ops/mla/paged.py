@@ -1,0 +1,125 @@
+"""Absorbed attention over a latent cache in pages: decode, and drafts to verify.
+
+As `latent_attention`, but rows are read where they lie, and a sequence may have several queries,
+each of which sees the rows up to its own token. `impl="triton"` reads no values on the host, so it
+runs under CUDA graphs.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..impl import choose
+from ..packed import read_boundaries
+from . import dense, reference
+
+_Attend = Callable[[Tensor, Tensor, list[int], int, float], Tensor]
+_Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, float], Tensor]
+
+
+def _gathered(attend: _Attend) -> _Run:
+    def run(
+        q_latent: Tensor,
+        latents: Tensor,
+        page_table: Tensor,
+        lengths: Tensor,
+        cu_seqlens: Tensor | None,
+        max_tokens: int,
+        kv_lora_rank: int,
+        scale: float,
+    ) -> Tensor:
+        num_tokens, page_size = q_latent.shape[0], latents.shape[1]
+        bounds = list(range(len(lengths) + 1))
+        if cu_seqlens is not None:
+            bounds = read_boundaries(cu_seqlens, num_tokens)
+        out_THR = q_latent.new_zeros((*q_latent.shape[:2], kv_lora_rank))
+        for n, length in enumerate(lengths.tolist()):
+            tokens = slice(bounds[n], bounds[n + 1])
+            num_queries = bounds[n + 1] - bounds[n]
+            if num_queries == 0 or length == 0:
+                continue
+            capacity = page_table.shape[1] * page_size
+            if not num_queries <= length <= capacity or num_queries > max_tokens:
+                raise ValueError(
+                    f"paged_latent_attention: sequence {n} has {num_queries} queries and "
+                    f"lengths[{n}]={length}; expected at most max_tokens={max_tokens} queries, and "
+                    f"as many rows at least and {capacity} at most"
+                )
+            pages = page_table[n, : -(-length // page_size)].long()
+            rows_LR = latents[pages].flatten(0, 1)[:length]
+            seen = list(range(length - num_queries + 1, length + 1))
+            rows_TLR = rows_LR.expand(num_queries, -1, -1)
+            out_THR[tokens] = attend(q_latent[tokens], rows_TLR, seen, kv_lora_rank, scale)
+        return out_THR
+
+    return run
+
+
+_IMPLS: dict[str, _Run] = {
+    "reference": _gathered(reference.latent_attention),
+    "torch": _gathered(dense.latent_attention),
+}
+
+
+def paged_latent_attention(
+    q_latent: Tensor,
+    latents: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    max_tokens: int = 1,
+    kv_lora_rank: int,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    """Attention of few new tokens of each sequence over its cached rows: `[T, H, R]`.
+
+    `q_latent` `[T, H, R + P]`: queries with the key up-projection absorbed, then the shared part;
+    `latents` `[pages, page_size, R + P]` in the same dtype, whose first `R = kv_lora_rank` columns
+    are the values; pages may lie any distance apart. `page_table` int32 `[N, max_pages]`: pages of
+    each sequence in order, anything behind those in use. `lengths` int32 `[N]`: rows of each
+    sequence, its new tokens' own among them; of m queries number i sees the first
+    `lengths - m + i + 1`. A sequence of length 0 is padding, its outputs are 0. `cu_seqlens` int32
+    `[N + 1]`, or None if token n is the one of sequence n; `max_tokens` is the most that a sequence
+    has. Rows beyond a length, and pages behind, may hold anything.
+
+    Raises `ValueError` for shapes and dtypes that do not fit, `ImplError` for an unknown `impl` or
+    inputs that it does not serve. `triton` trusts the values of the last three tensors and sizes
+    its launch by `max_pages` and `max_tokens` alone. No gradients from `triton`.
+    """
+    run = choose("paged_latent_attention", impl, _IMPLS)
+    if q_latent.dim() != 3 or latents.dim() != 3 or page_table.dim() != 2:
+        raise ValueError(
+            f"q_latent {list(q_latent.shape)}, latents {list(latents.shape)}, page_table "
+            f"{list(page_table.shape)}: expected [T, H, R + P], [pages, page_size, R + P], "
+            "[N, max_pages]"
+        )
+    width, dtype = q_latent.shape[2], q_latent.dtype
+    if latents.shape[2] != width or latents.dtype != dtype:
+        raise ValueError(
+            f"latents: expected {dtype} rows of {width} as q_latent has, got {latents.dtype} "
+            f"{list(latents.shape)}"
+        )
+    if not 1 <= kv_lora_rank <= width:
+        raise ValueError(f"kv_lora_rank={kv_lora_rank}: must be between 1 and the {width} columns")
+    num_sequences = page_table.shape[0]
+    for name, x, shape in (
+        ("page_table", page_table, (num_sequences, page_table.shape[1])),
+        ("lengths", lengths, (num_sequences,)),
+        ("cu_seqlens", cu_seqlens, (num_sequences + 1,)),
+    ):
+        if x is not None and (x.dtype != torch.int32 or x.shape != shape):
+            raise ValueError(
+                f"{name}: expected int32 {list(shape)} to go with page_table, got {x.dtype} "
+                f"{list(x.shape)}"
+            )
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens={max_tokens}: must be at least 1")
+    if cu_seqlens is None and num_sequences != q_latent.shape[0]:
+        raise ValueError(
+            f"cu_seqlens=None: {num_sequences} sequences need as many tokens, not "
+            f"{q_latent.shape[0]}"
+        )
+    return run(q_latent, latents, page_table, lengths, cu_seqlens, max_tokens, kv_lora_rank, scale)
