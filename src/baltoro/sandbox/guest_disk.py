@@ -1,4 +1,7 @@
-"""What a guest machine boots from: the image as a read-only disk, an initramfs with the agent."""
+"""What a guest machine boots from: the image as a read-only disk, an initramfs with the agent.
+
+And what its kernel is told of the sandbox's limits, which `guest/vminit.c` reads.
+"""
 
 import gzip
 import hashlib
@@ -10,10 +13,30 @@ import subprocess
 from pathlib import Path
 
 from baltoro.sandbox.install import find_kernel, find_tool, guest_digest
-from baltoro.sandbox.protocol import DriverUnavailableError, Image, ImageError
+from baltoro.sandbox.protocol import MIB, DriverUnavailableError, Image, ImageError, Limits
 
 MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "squashfs", "overlay")
 CONSOLE = os.makedev(5, 1)
+MIN_RAM_BYTES = 96 * MIB  # what a Debian kernel needs to boot
+KERNEL_PIDS = 80  # of the guest kernel's own threads
+MIN_PIDS = 301  # Linux refuses a lower pid_max
+
+
+def ram_bytes(limits: Limits) -> int:
+    """Memory of a machine, in whole megabytes."""
+    size = limits.memory_bytes // MIB * MIB
+    if size < MIN_RAM_BYTES:
+        raise ValueError(
+            f"limits.memory_bytes={limits.memory_bytes}: a machine needs {MIN_RAM_BYTES} to boot"
+        )
+    return size
+
+
+def limit_parameters(limits: Limits) -> str:
+    """Kernel parameters that bound the writable layer and the processes."""
+    disk_bytes = min(limits.disk_bytes, ram_bytes(limits) // 2)
+    max_pids = max(MIN_PIDS, limits.max_processes + KERNEL_PIDS)
+    return f"disk_bytes={disk_bytes} max_pids={max_pids}"
 
 
 def image_key(image: Image) -> str:
@@ -38,9 +61,12 @@ def make_disk(prefix: Path, image: Image, cache: Path) -> Path:
     return target
 
 
-def make_initramfs(prefix: Path, cache: Path) -> Path:
-    """An initramfs whose init is `vminit`, for the installed kernel."""
-    kernel, modules = find_kernel(prefix)
+def make_initramfs(prefix: Path, cache: Path, *, has_modules: bool = True) -> Path:
+    """An initramfs whose init is `vminit`, with the modules of the installed kernel.
+
+    Without `has_modules` it is for a kernel that has every driver built in.
+    """
+    kernel, modules = find_kernel(prefix) if has_modules else (Path("built-in"), None)
     target = cache / f"{kernel.name}-{guest_digest()[:16]}.cpio.gz"
     if not target.exists():
         entries: list[tuple[str, int, bytes, int]] = []
@@ -50,7 +76,7 @@ def make_initramfs(prefix: Path, cache: Path) -> Path:
         for name, tool in (("init", "vminit"), ("agent", "agent")):
             program = Path(find_tool(prefix, tool)[0]).read_bytes()
             entries.append((name, stat.S_IFREG | 0o755, program, 0))
-        ordered = _with_dependencies(modules)
+        ordered = [] if modules is None else _with_dependencies(modules)
         for path in ordered:
             entries.append((f"modules/{path.name}", stat.S_IFREG | 0o644, path.read_bytes(), 0))
         listing = "".join(f"{path.name}\n" for path in ordered).encode()

@@ -1,14 +1,33 @@
-"""Programs of the host that drivers start: run to the end, read their last words, kill by name."""
+"""Programs of the host that drivers start: connect, run to the end, read last words, kill."""
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baltoro.sandbox.protocol import SandboxError
+from baltoro.sandbox.protocol import MIB, DriverUnavailableError, SandboxError
 
 TAIL_CHARACTERS = 400
+OPEN_TRIES = 10_000
+STREAM_BYTES = 4 * MIB
+
+
+async def connect_when_open(
+    path: Path, process: asyncio.subprocess.Process, last_words: Callable[[], str]
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a socket that a process is about to open.
+
+    Raises `DriverUnavailableError` with its last words if it ends, or does not within ten seconds.
+    """
+    for _ in range(OPEN_TRIES):
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            return await asyncio.open_unix_connection(str(path), limit=STREAM_BYTES)
+        if process.returncode is not None:
+            break
+        await asyncio.sleep(0.001)
+    raise DriverUnavailableError(f"its process did not open {path.name}: {last_words()}")
 
 
 async def kill_named(pid_file: Path, name: str) -> None:

@@ -28,13 +28,18 @@ from pathlib import Path
 
 from baltoro.sandbox.channel import Channel, Stream
 from baltoro.sandbox.delta import apply_delta, write_delta
-from baltoro.sandbox.guest_disk import image_key, make_disk, make_initramfs
-from baltoro.sandbox.host import kill_named, log_tail, run_output
+from baltoro.sandbox.guest_disk import (
+    image_key,
+    limit_parameters,
+    make_disk,
+    make_initramfs,
+    ram_bytes,
+)
+from baltoro.sandbox.host import connect_when_open, kill_named, log_tail, run_output
 from baltoro.sandbox.install import find_kernel, find_tool
 from baltoro.sandbox.manifest import Manifest
 from baltoro.sandbox.protocol import (
     MIB,
-    DriverUnavailableError,
     Image,
     ImageError,
     Isolation,
@@ -48,10 +53,7 @@ from baltoro.sandbox.store import Draft
 BOOT_TIMEOUT_S = 60.0
 BOOT_TRIES = 2
 TEMPLATE_NEXT_ID = 100
-KERNEL_PIDS = 80  # of the guest kernel's own threads
-MIN_PIDS = 301  # Linux refuses a lower pid_max
 SAVE_TIMEOUT_S = 60.0
-STREAM_BYTES = 4 * MIB
 KERNEL_PARAMETERS = "console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on tsc=reliable"
 
 
@@ -209,16 +211,9 @@ class QemuMachine:
             await asyncio.sleep(0.001)
 
     async def _connect(self, path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to a socket that QEMU is about to open."""
         assert self._process is not None
-        for _ in range(10_000):
-            with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-                return await asyncio.open_unix_connection(str(path), limit=STREAM_BYTES)
-            if self._process.returncode is not None:
-                break
-            await asyncio.sleep(0.001)
-        raise DriverUnavailableError(
-            f"qemu did not open {path.name}: {log_tail(self._home / 'qemu.log')}"
+        return await connect_when_open(
+            path, self._process, lambda: log_tail(self._home / "qemu.log")
         )
 
     def _control(self) -> Qmp:
@@ -306,7 +301,7 @@ class Qemu:
         await asyncio.to_thread(make_initramfs, self._prefix, self._cache)
         for attempt in range(BOOT_TRIES):
             with (home / "ram").open("wb") as ram:
-                ram.truncate(_ram_bytes(limits))
+                ram.truncate(ram_bytes(limits))
             machine = QemuMachine(self, sandbox_id, home, image, limits)
             try:
                 await machine.launch(first_id=1)
@@ -363,12 +358,10 @@ class Qemu:
         console: Path,
     ) -> list[str]:
         """QEMU's words."""
-        size = _ram_bytes(limits)
+        size = ram_bytes(limits)
         accel = "tcg,thread=multi,tb-size=64" if self._accel == "tcg" else "kvm"
         disk = make_disk(self._prefix, image, self._cache)
         initramfs = make_initramfs(self._prefix, self._cache)
-        append = f"{KERNEL_PARAMETERS} disk_bytes={min(limits.disk_bytes, size // 2)}"
-        append += f" max_pids={max(MIN_PIDS, limits.max_processes + KERNEL_PIDS)}"
         data = Path(self._prefix, "qemu/usr/share")
         words = {
             "-name": sandbox_id,
@@ -385,23 +378,13 @@ class Qemu:
             "-blockdev": f"driver=file,node-name=disk,filename={disk},read-only=on",
             "-kernel": str(self._kernel),
             "-initrd": str(initramfs),
-            "-append": append,
+            "-append": f"{KERNEL_PARAMETERS} {limit_parameters(limits)}",
         }
         command = [*self._qemu, "-nodefaults", "-no-user-config", "-no-reboot"]
         command += ["-L", str(data / "seabios")]
         command += ["-device", "virtio-serial-pci", "-device", "virtserialport,chardev=port,nr=1"]
         command += ["-device", "virtio-blk-pci,drive=disk"]
         return [*command, *(word for pair in words.items() for word in pair)]
-
-
-def _ram_bytes(limits: Limits) -> int:
-    """Whole megabytes; a Debian kernel needs about 96 to boot."""
-    size = limits.memory_bytes // MIB * MIB
-    if size < 96 * MIB:
-        raise ValueError(
-            f"limits.memory_bytes={limits.memory_bytes}: a machine needs {96 * MIB} to boot"
-        )
-    return size
 
 
 async def _ignore_shared(qmp: Qmp) -> None:
