@@ -21,9 +21,10 @@ def test_the_process_driver_keeps_files_and_says_so(tmp_path):
 
 def test_a_driver_without_its_tools_is_reported_with_the_remedy(tmp_path):
     results = asyncio.run(selftest(tmp_path, ["gvisor", "criu", "qemu"]))
+    remedy = f"run `baltoro sandbox --prefix {tmp_path} install`"
     for result in results:
         assert not result.is_available
-        assert "baltoro sandbox install" in result.reason or "needs root" in result.reason
+        assert remedy in result.reason or "needs root" in result.reason
 
 
 def test_an_unknown_driver_is_refused(tmp_path):

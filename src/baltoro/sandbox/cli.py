@@ -20,10 +20,11 @@ from baltoro.sandbox.store import Store
 
 
 def run_install(prefix: Path, tools: Sequence[str] | None = None) -> int:
-    """Unpack what is missing and print a line per tool."""
-    for name, outcome in install(prefix, tools).items():
-        print(f"{name}: {outcome}")
-    return 0
+    """Unpack what is missing and print a line per tool; 3 if this machine refuses one of them."""
+    outcomes = install(prefix, tools)
+    for name, outcome in outcomes.items():
+        print(f"{name}: {outcome.text}")
+    return 0 if all(outcome.is_there for outcome in outcomes.values()) else 3
 
 
 def run_selftest(

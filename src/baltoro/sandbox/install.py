@@ -3,7 +3,11 @@
 Nothing is installed into the system: packages of the distribution's suites are downloaded by apt
 into a folder of their own (private lists, empty status, so the whole closure comes), unpacked
 with `dpkg-deb`, and run through the prefix's own loader. That is how a CRIU of a newer suite runs
-on an older system.
+on an older system. Each suite's lists are fetched once, tools are unpacked side by side.
+
+Two things are told apart. A machine that lacks what it takes (apt, a compiler, an archive that
+answers) refuses a tool: the others are installed all the same and the outcome names the reason.
+Anything else, such as a package that its suite no longer has, is a fault of this file and raises.
 
 Which build comes from which suite, and why (measured on kernel 6.18):
 
@@ -23,11 +27,13 @@ import hashlib
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from baltoro.sandbox.protocol import DriverUnavailableError
+from baltoro.sandbox.protocol import DriverUnavailableError, SandboxError
 
 GUEST_SOURCES = Path(__file__).with_name("guest")
 LIBRARY_DIRS = ("usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu")
@@ -51,6 +57,7 @@ IMAGE_PACKAGES = (
     "tar",
     "util-linux",
 )
+NUM_JOBS = 4
 # Documentation and translations are half of the image and nothing runs them.
 IMAGE_LEFT_OUT = ("./usr/share/doc", "./usr/share/man", "./usr/share/locale", "./usr/share/info")
 SEARCHED_SOURCES = ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list")
@@ -62,24 +69,25 @@ class Package:
 
     suite: str  # of the distribution
     names: tuple[str, ...]  # packages asked for
-    has_closure: bool = True  # with everything they depend on
+    kept: str = ""  # of all they depend on, what begins so is unpacked
     program: str = ""  # path inside the prefix, for `find_tool`
 
 
+# Those that take longest come first: they are unpacked side by side.
 PACKAGES = {
-    "criu": Package(suite="sid", names=("criu",), program="usr/sbin/criu"),
-    "runsc": Package(suite="trixie", names=("runsc",), has_closure=False, program="usr/bin/runsc"),
-    "runsc-ptrace": Package(
-        suite="bookworm", names=("runsc",), has_closure=False, program="usr/bin/runsc"
-    ),
+    "image": Package(suite="bookworm", names=IMAGE_PACKAGES),
     "qemu": Package(
         suite="bookworm",
         names=("qemu-system-x86", "qemu-utils"),
         program="usr/bin/qemu-system-x86_64",
     ),
+    "kernel": Package(suite="bookworm", names=("linux-image-cloud-amd64",), kept="linux-image-"),
+    "criu": Package(suite="sid", names=("criu",), program="usr/sbin/criu"),
     "squashfs": Package(suite="bookworm", names=("squashfs-tools",), program="usr/bin/mksquashfs"),
-    "kernel": Package(suite="bookworm", names=("linux-image-cloud-amd64",), has_closure=True),
-    "image": Package(suite="bookworm", names=IMAGE_PACKAGES),
+    "runsc": Package(suite="trixie", names=("runsc",), kept="runsc", program="usr/bin/runsc"),
+    "runsc-ptrace": Package(
+        suite="bookworm", names=("runsc",), kept="runsc", program="usr/bin/runsc"
+    ),
 }
 GUEST_PROGRAMS = ("agent", "cell", "vminit")
 GUEST_LIBRARIES = ("private",)
@@ -103,7 +111,7 @@ def find_tool(prefix: Path, name: str) -> tuple[str, ...]:
         program = prefix / "guest" / name
     if not program.exists():
         raise DriverUnavailableError(
-            f"{name}: no {program}; run `baltoro sandbox install --prefix {prefix}`"
+            f"{name}: no {program}; run `baltoro sandbox --prefix {prefix} install`"
         )
     loader = next(home.glob("**/ld-linux-x86-64.so.2"), None)
     if loader is None:
@@ -117,18 +125,26 @@ def find_kernel(prefix: Path) -> tuple[Path, Path]:
     kernels = sorted((prefix / "kernel/boot").glob("vmlinuz-*"))
     if not kernels:
         raise DriverUnavailableError(
-            f"kernel: none under {prefix}/kernel; run `baltoro sandbox install --prefix {prefix}`"
+            f"kernel: none under {prefix}/kernel; run `baltoro sandbox --prefix {prefix} install`"
         )
     version = kernels[-1].name.removeprefix("vmlinuz-")
     return kernels[-1], prefix / "kernel/lib/modules" / version / "kernel"
 
 
-def install(prefix: Path, tools: Iterable[str] | None = None) -> dict[str, str]:
-    """Unpack what is missing; returns a line of outcome per tool.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What became of one tool."""
+
+    is_there: bool
+    text: str  # what was done, or why this machine refuses
+
+
+def install(prefix: Path, tools: Iterable[str] | None = None) -> dict[str, Outcome]:
+    """Unpack what is missing; returns the outcome per tool.
 
     `tools` are keys of `PACKAGES` or `guest`; None means all. A finished tool is left alone, a half
-    unpacked one is replaced. Raises `ValueError` for an unknown name and `DriverUnavailableError`
-    with the last lines of the failing program.
+    unpacked one is replaced. Raises `ValueError` for an unknown name and `SandboxError` with the
+    last words of a program that failed although the machine had what it takes.
     """
     known = (*PACKAGES, "guest")
     wanted = list(known if tools is None else tools)
@@ -136,23 +152,42 @@ def install(prefix: Path, tools: Iterable[str] | None = None) -> dict[str, str]:
         if name not in known:
             raise ValueError(f"tools={name!r}: unknown; choose from {', '.join(known)}")
     prefix.mkdir(parents=True, exist_ok=True)
-    outcome = {}
-    for name in wanted:
-        if name == "guest":
-            outcome[name] = _compile_guest(prefix)
-        elif (prefix / name / ".complete").exists():
-            outcome[name] = "present"
-        else:
-            outcome[name] = _unpack(prefix, name, PACKAGES[name])
-    return outcome
+    missing = [name for name in wanted if not (prefix / name / ".complete").exists()]
+    suites = sorted({PACKAGES[name].suite for name in missing if name != "guest"})
+    with (
+        tempfile.TemporaryDirectory(prefix=".apt-", dir=prefix) as lists,
+        ThreadPoolExecutor(NUM_JOBS) as pool,
+    ):
+        fetched = pool.map(lambda suite: _fetch_lists(Path(lists, suite), suite), suites)
+        archives = dict(zip(suites, fetched, strict=True))
+
+        def one(name: str) -> Outcome:
+            try:
+                if name == "guest":
+                    text = _compile_guest(prefix)
+                elif name not in missing:
+                    text = "present"
+                else:
+                    apt = archives[PACKAGES[name].suite]
+                    if isinstance(apt, DriverUnavailableError):
+                        raise apt
+                    text = _unpack(prefix, name, PACKAGES[name], apt)
+            except DriverUnavailableError as error:
+                return Outcome(is_there=False, text=f"refused by this machine: {error}")
+            return Outcome(is_there=True, text=text)
+
+        return dict(zip(wanted, pool.map(one, wanted), strict=True))
 
 
-def _run(command: list[str], **kwargs: str | bytes | Path) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, **kwargs)  # type: ignore[call-overload]
+def _run(command: list[str], cwd: Path | None = None) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+    except FileNotFoundError as error:
+        raise DriverUnavailableError(f"no {command[0]} on PATH") from error
     if done.returncode != 0:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-5:])
-        raise DriverUnavailableError(f"{command[0]} failed with {done.returncode}: {tail}")
-    return str(done.stdout)
+        tail = " ".join((done.stdout + done.stderr).splitlines()[-5:])
+        raise SandboxError(f"{command[0]} failed with {done.returncode}: {tail}")
+    return done.stdout
 
 
 def _archive_address() -> str:
@@ -160,9 +195,9 @@ def _archive_address() -> str:
         if not Path(path).exists():
             continue
         for line in Path(path).read_text().splitlines():
-            words = line.split()
-            if line.startswith("URIs:") or line.startswith("deb "):
-                return next(word for word in words if "://" in word)
+            found = [word for word in line.split() if "://" in word]
+            if line.startswith(("URIs:", "deb ")) and found:
+                return found[0]
     raise DriverUnavailableError(
         f"no package archive named in {' or '.join(SEARCHED_SOURCES)}; tools can also be unpacked"
         " into the prefix by hand"
@@ -172,7 +207,7 @@ def _archive_address() -> str:
 def _apt(folder: Path, suite: str) -> list[str]:
     """An apt-get that knows one suite, no installed package, and no folder but its own."""
     for part in ("lists/partial", "archives/partial", "empty"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
+        (folder / part).mkdir(parents=True)
     (folder / "status").touch()
     keyring = "/usr/share/keyrings/debian-archive-keyring.gpg"
     (folder / "sources.list").write_text(
@@ -186,8 +221,10 @@ def _apt(folder: Path, suite: str) -> list[str]:
         "Dir::State::status": folder / "status",
         "Dir::Cache": folder,
         "Dir::Cache::archives": folder / "archives",
-        "Dir::Cache::pkgcache": "",
-        "Dir::Cache::srcpkgcache": "",
+        "Acquire::Languages": "none",
+        "Acquire::Retries": "2",
+        "Acquire::http::Timeout": "20",
+        "APT::Update::Error-Mode": "any",
         "APT::Install-Recommends": "false",
         "APT::Sandbox::User": "root",
         "Debug::NoLocking": "true",
@@ -198,23 +235,38 @@ def _apt(folder: Path, suite: str) -> list[str]:
     return command
 
 
-def _unpack(prefix: Path, name: str, package: Package) -> str:
+def _fetch_lists(folder: Path, suite: str) -> list[str] | DriverUnavailableError:
+    """An apt-get that knows what the suite has, or why this machine cannot have one."""
+    try:
+        apt = _apt(folder, suite)
+        _run([*apt, "update"])
+    except DriverUnavailableError as error:
+        return error
+    except SandboxError as error:
+        return DriverUnavailableError(f"no package list of {suite}: {error}")
+    return apt
+
+
+def _download(apt: list[str], package: Package, folder: Path) -> list[Path]:
+    """Fetch the packages and what they depend on."""
+    # Each line: 'address' file size hash
+    lines = _run([*apt, "install", "--print-uris", *package.names]).splitlines()
+    names = [line.split()[1].split("_")[0] for line in lines if line.startswith("'")]
+    try:
+        _run([*apt, "download", *(n for n in names if n.startswith(package.kept))], cwd=folder)
+    except SandboxError as error:
+        raise DriverUnavailableError(f"the archive broke off: {error}") from error
+    return sorted(folder.glob("*.deb"))
+
+
+def _unpack(prefix: Path, name: str, package: Package, apt: list[str]) -> str:
     work = prefix / f".{name}.work"
     shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    apt = _apt(work, package.suite)
-    _run([*apt, "update"])
-    if package.has_closure:
-        _run([*apt, "--download-only", "install", *package.names])
-        archives = work / "archives"
-    else:
-        _run([*apt, "download", *package.names], cwd=work / "archives")
-        archives = work / "archives"
-    debs = sorted(archives.glob("*.deb"))
-    if name == "kernel":
-        debs = [deb for deb in debs if deb.name.startswith("linux-image-")]
+    for folder in ("archives", "root"):
+        (work / folder).mkdir(parents=True)
+    debs = _download(apt, package, work / "archives")
+    outcome = f"unpacked {len(debs)} packages of {package.suite}"
     root = work / "root"
-    root.mkdir()
     if name == "image":
         for folder in ("bin", "sbin", "lib", "lib64"):
             (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
@@ -222,7 +274,7 @@ def _unpack(prefix: Path, name: str, package: Package) -> str:
     for deb in debs:
         _unpack_deb(deb, root, IMAGE_LEFT_OUT if name == "image" else ())
     if name == "image":
-        _finish_image(root)
+        outcome += _finish_image(root)
     marker = root / (".complete" if name != "image" else "etc/.baltoro-image")
     marker.write_text("\n".join(deb.name for deb in debs) + "\n")
     target = prefix / name
@@ -234,7 +286,7 @@ def _unpack(prefix: Path, name: str, package: Package) -> str:
     else:
         root.rename(target)
     shutil.rmtree(work)
-    return f"unpacked {len(debs)} packages of {package.suite}"
+    return outcome
 
 
 def _unpack_deb(deb: Path, root: Path, left_out: tuple[str, ...]) -> None:
@@ -246,12 +298,15 @@ def _unpack_deb(deb: Path, root: Path, left_out: tuple[str, ...]) -> None:
         done = subprocess.run(
             tar, stdin=deb_tar.stdout, capture_output=True, text=True, check=False
         )
-    if done.returncode != 0 or deb_tar.returncode not in (0, None):
-        raise DriverUnavailableError(f"{deb.name}: cannot unpack: {done.stderr.strip()[-300:]}")
+    if done.returncode != 0 or deb_tar.returncode != 0:
+        raise SandboxError(f"{deb.name}: cannot unpack: {done.stderr.strip()[-300:]}")
 
 
-def _finish_image(root: Path) -> None:
-    """What the packages' own scripts would have done, as far as programs miss it."""
+def _finish_image(root: Path) -> str:
+    """What the packages' own scripts would have done, as far as programs miss it.
+
+    Returns what could not be done, in words that follow the outcome.
+    """
     for link, target in (("usr/bin/sh", "dash"), ("usr/bin/awk", "mawk")):
         if not (root / link).is_symlink() and not (root / link).exists():
             (root / link).symlink_to(target)
@@ -262,12 +317,16 @@ def _finish_image(root: Path) -> None:
     (root / "etc/hosts").write_text("127.0.0.1 localhost sandbox\n::1 localhost\n")
     (root / "etc/hostname").write_text("sandbox\n")
     (root / "etc/resolv.conf").touch()
-    # Else every sandbox compiles Python's own modules again; `unshare` serves root and others.
-    _run(["unshare", "-r", "chroot", str(root), "python3", "-m", "compileall", "-q", "/usr/lib"])
     for folder in ("dev", "proc", "sys", "run", "tmp", "work", ".agent"):
         (root / folder).mkdir(exist_ok=True)
     (root / "tmp").chmod(0o1777)
     (root / "root").chmod(0o755)
+    words = ["chroot", str(root), "python3", "-m", "compileall", "-q", "/usr/lib"]
+    try:
+        _run(words if os.geteuid() == 0 else ["unshare", "-r", *words])
+    except SandboxError as error:
+        return f"; each sandbox will compile Python's own modules again: {error}"
+    return ""
 
 
 def guest_digest() -> str:
