@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import random
 import signal
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from baltoro.sandbox.chunks import CHUNK_BYTES
+from baltoro.sandbox.chunks import MAX_PAGES, PAGE_BYTES, cut
 from baltoro.sandbox.manifest import check_fits
-from baltoro.sandbox.protocol import LimitError, Limits, SnapshotError
+from baltoro.sandbox.protocol import LimitError, Limits, SandboxError, SnapshotError
 from baltoro.sandbox.store import Draft, Store
 
 FIELDS = {
@@ -42,8 +43,8 @@ def filled(store: Store, memory: bytes, files: dict[str, str] | None = None) -> 
     return draft
 
 
-def pages(seed: int, num_chunks: int = 8) -> bytes:
-    return random.Random(seed).randbytes(num_chunks * CHUNK_BYTES)
+def pages(seed: int, num_pages: int = 128) -> bytes:
+    return random.Random(seed).randbytes(num_pages * PAGE_BYTES)
 
 
 def test_a_committed_snapshot_is_read_back_by_the_next_owner(tmp_path):
@@ -100,19 +101,130 @@ def test_a_manifest_of_another_format_is_set_aside(tmp_path):
     again.close()
 
 
-def test_packing_stores_only_what_changed(store):
+def test_packing_stores_only_what_changed_wherever_it_lies(store):
+    """Pages written, and pages that came in between: those after them are found again."""
     first = pages(1)
-    second = pages(2, 1) + first[CHUNK_BYTES:]
-    a = store.commit(filled(store, first), **FIELDS)
-    b = store.commit(filled(store, second), **FIELDS)
-    assert store.pack(a.id) == len(first)
-    assert store.pack(b.id) == CHUNK_BYTES
-    assert store.pack(b.id) == 0
-    usage = store.usage()
-    assert usage.num_chunks == 9
-    assert usage.logical_bytes == len(first) + len(second)
-    assert (store.memory_path(a.id) / "pages.img").read_bytes() == first
-    assert (store.memory_path(b.id) / "pages.img").read_bytes() == second
+    written = pages(2, 1) + first[PAGE_BYTES:]
+    inserted = first[: 40 * PAGE_BYTES] + pages(3, 3) + first[40 * PAGE_BYTES :]
+    packed = {}
+    for memory in (first, written, inserted):
+        snapshot = store.commit(filled(store, memory), **FIELDS).id
+        packed[snapshot] = memory
+        assert store.pack(snapshot) <= (len(first) if memory is first else MAX_PAGES * PAGE_BYTES)
+        assert store.pack(snapshot) == 0
+    assert store.usage().logical_bytes == sum(len(memory) for memory in packed.values())
+    assert store.usage().stored_bytes < 1.8 * len(first)
+    for snapshot, memory in packed.items():
+        assert (store.memory_path(snapshot) / "pages.img").read_bytes() == memory
+
+
+def test_a_file_is_cut_where_its_pages_say_so(tmp_path):
+    empty = bytes(1000 * PAGE_BYTES)
+    data = pages(5, 5000) + empty + b"half a page"
+    (tmp_path / "file").write_bytes(data)
+    with (tmp_path / "file").open("rb") as source:
+        pieces = list(cut(source))
+    assert b"".join(pieces) == data
+    sizes = [len(piece) / PAGE_BYTES for piece in pieces]
+    assert max(sizes) <= MAX_PAGES and all(size.is_integer() for size in sizes[:-1])
+    assert 6 < 5000 / (len(pieces) - len(empty) / PAGE_BYTES / MAX_PAGES) < 10
+    assert len(set(pieces)) < len(pieces)  # of empty pages, one piece serves for all
+
+
+def test_a_half_that_was_put_together_again_is_packed_again(store):
+    a = store.commit(filled(store, pages(1)), **FIELDS)
+    store.pack(a.id)
+    store.lend(a.id)
+    folder = store.memory_path(a.id)
+    store.pack(a.id)
+    assert folder.exists()  # somebody reads it
+    assert store.untidy(0.0, 1) == ([], [])
+    store.give_back(a.id)
+    assert store.untidy(3600.0, 1) == ([], [])
+    assert store.untidy(0.0, 1) == ([a.id], [])
+    store.pack(a.id)
+    assert not folder.exists()
+
+
+def test_chunks_being_packed_outlive_what_is_deleted_meanwhile(store):
+    """A collection runs between the two files of a memory half, before any manifest names them."""
+    other = store.commit(filled(store, b"other"), **FIELDS)
+    draft = filled(store, pages(1))
+    (draft.memory / "second.img").write_bytes(pages(2))
+    kept = store.commit(draft, **FIELDS)
+    put = store._chunks.put
+
+    def put_while_another_goes(path):
+        done = put(path)
+        if path.name == "pages.img":
+            store.delete(other.id)
+        return done
+
+    store._chunks.put = put_while_another_goes
+    store.pack(kept.id)
+    assert (store.memory_path(kept.id) / "pages.img").read_bytes() == pages(1)
+    assert store.recover() == []
+
+
+def test_many_layers_become_one_and_branches_keep_theirs(store):
+    first = store.commit(filled(store, b"m", {"a": "1", "b": "1"}), **FIELDS)
+    second = store.commit(filled(store, b"m", {"b": "2"}), base_layers=first.layers, **FIELDS)
+    third = store.commit(filled(store, b"m", {"c": "3"}), base_layers=second.layers, **FIELDS)
+    store.delete(first.id)
+    assert store.untidy(0.0, 2) == ([second.id, third.id], [third.id])
+    store.lend(third.id)
+    store.flatten(third.id)
+    assert len(store.layer_paths(third.id)) == 3  # mounted by somebody
+    store.give_back(third.id)
+    store.flatten(third.id)
+    (layer,) = store.layer_paths(third.id)
+    assert {path.name: path.read_text() for path in layer.iterdir()} == {
+        "a": "1",
+        "b": "2",
+        "c": "3",
+    }
+    assert [path.is_dir() for path in store.layer_paths(second.id)] == [True, True]
+    store.close()
+    again = Store(store.root, 1 << 30)
+    assert again.recovered == []
+    assert again.layer_paths(third.id) == [layer]
+    again.delete(second.id)
+    assert len(list((store.root / "payloads").iterdir())) == 2  # of memory, and of the layer
+    again.delete(third.id)
+    assert list((store.root / "payloads").iterdir()) == []
+    again.close()
+
+
+@pytest.fixture
+def small_store(tmp_path):
+    """On a disk of 4 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts a small disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)], check=True)
+    opened = Store(tmp_path / "store", 1 << 30)
+    yield opened
+    opened.close()
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_named_and_what_was_committed_stays(small_store):
+    store = small_store
+    kept = store.commit(filled(store, pages(1)), **FIELDS)
+    draft = filled(store, b"small")
+    filler = store.root / "filler"
+    with pytest.raises(OSError, match="No space") as caught, filler.open("wb") as out:
+        out.write(bytes(8 << 20))
+    assert "delete snapshots" in str(store.full_disk(caught.value))
+    with pytest.raises(LimitError, match="disk is full"):
+        store.commit(draft, **FIELDS)
+    with pytest.raises(LimitError, match="disk is full"):
+        store.pack(kept.id)
+    assert store.ids() == [kept.id]
+    filler.unlink()
+    assert store.full_disk(SandboxError("of another kind")) is None
+    assert store.pack(kept.id) == 128 * PAGE_BYTES
+    assert (store.memory_path(kept.id) / "pages.img").read_bytes() == pages(1)
+    assert store.recover() == []
 
 
 def test_deleting_one_keeps_the_chunks_of_the_other(store):
@@ -129,10 +241,10 @@ def test_deleting_one_keeps_the_chunks_of_the_other(store):
 
 
 def test_a_damaged_chunk_is_named(store):
-    a = store.commit(filled(store, pages(1, 2)), **FIELDS)
+    a = store.commit(filled(store, pages(1)), **FIELDS)
     store.pack(a.id)
     chunk = next((store.root / "chunks").glob("*/*"))
-    chunk.write_bytes(b"\0" * CHUNK_BYTES)
+    chunk.write_bytes(b"\0" * PAGE_BYTES)
     with pytest.raises(SnapshotError, match="damaged"):
         store.memory_path(a.id)
 
@@ -149,7 +261,7 @@ def test_a_layer_lives_as_long_as_a_child_needs_it(store):
 
 
 def test_the_quota_evicts_by_last_use_and_spares_pins(tmp_path):
-    store = Store(tmp_path, 5 * 8 * CHUNK_BYTES // 2)
+    store = Store(tmp_path, 5 * 128 * PAGE_BYTES // 2)
     a = store.commit(filled(store, pages(1)), **FIELDS)
     time.sleep(0.01)
     b = store.commit(filled(store, pages(2)), **FIELDS)
@@ -244,7 +356,7 @@ def kill_at_random_points(folder: Path, num_points: int) -> None:
         for snapshot_id in present:
             seed = store.get(snapshot_id).notes["seed"]
             data = (store.memory_path(snapshot_id) / "pages.img").read_bytes()
-            assert hashlib.sha256(data).digest() == hashlib.sha256(pages(int(seed), 3)).digest()
+            assert hashlib.sha256(data).digest() == hashlib.sha256(pages(int(seed), 48)).digest()
             assert (store.layer_paths(snapshot_id)[-1] / "seed").read_text() == seed
         payloads = {path.name for path in (folder / "payloads").iterdir()}
         assert payloads == present, f"point {point}: a half was left"

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +102,42 @@ def test_merging_shows_what_the_stack_shows(tmp_path):
         "mixed/high": "high",
     }
     assert OPAQUE in os.listxattr(merged / "opaque")
+
+
+STEPS = (  # of one layer each, done through the kernel's own overlay
+    "echo 1 > new; rm -r folder; mv file moved; echo more >> grown; chmod 700 mode",
+    "mkdir folder; echo 2 > folder/fresh; rm moved; mkdir file; echo 2 > file/inside; ln -s n link",
+    "rm -r file; echo 3 > file; rm link; mkdir link; echo 3 >> grown; mkdir -p a/b; echo 3 > a/b/c",
+)
+
+
+@needs_root
+def test_a_merged_layer_is_to_the_kernel_what_the_stack_was(tmp_path):
+    """The layers are written by the kernel and shown by it over the image, before and after."""
+    image = tmp_path / "image"
+    (image / "folder/inner").mkdir(parents=True)
+    for name in ("file", "grown", "mode", "folder/old", "folder/inner/old"):
+        (image / name).write_text(f"image {name}")
+    layers: list[Path] = []
+
+    def run(lowers: list[Path], script: str) -> str:
+        """Run a script in an overlay whose new upper becomes the next layer."""
+        upper, work, root = (
+            tmp_path / f"{kind}{len(layers)}" for kind in ("upper", "work", "root")
+        )
+        for folder in (upper, work, root):
+            folder.mkdir(exist_ok=True)
+        options = f"lowerdir={':'.join(map(str, lowers))},upperdir={upper},workdir={work}"
+        mount = f"mount -t overlay overlay -o {options} {root} && cd {root} && {script}"
+        done = subprocess.run(["unshare", "-m", "sh", "-ec", mount], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for script in STEPS:
+        run([*reversed(layers), image], script)
+        layers.append(tmp_path / f"upper{len(layers)}")
+    show = "find . -printf '%P %y %m %l\\n' | sort; find . -type f | sort | xargs head -c 99"
+    stacked = run([*reversed(layers), image], show)
+    assert "fresh" in stacked and "folder/old" not in stacked
+    merge_layers(layers, tmp_path / "merged")
+    assert run([tmp_path / "merged", image], show) == stacked

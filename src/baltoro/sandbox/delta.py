@@ -4,7 +4,8 @@ The kernel knows them: in `/proc/PID/pagemap` a page still shared with the file 
 that was written has become anonymous. Reading and writing them goes through `/proc/PID/mem`, so a
 snapshot costs what changed, and any number of branches share the rest.
 
-A delta file: u64 number of runs, then per run u64 first page and u64 pages, then the pages.
+A delta file: u64 number of runs, then per run u64 first page and u64 pages, zeros to a whole page,
+then the pages, which the store finds again in another delta only where they lie on page bounds.
 """
 
 import os
@@ -25,8 +26,8 @@ def write_delta(pid: int, ram: Path, target: Path) -> int:
     start, size = find_mapping(pid, ram)
     runs = _changed_runs(pid, start, size)
     with target.open("wb") as out, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
-        out.write(np.uint64(len(runs)).tobytes())
-        out.write(runs.astype("<u8").tobytes())
+        head = np.uint64(len(runs)).tobytes() + runs.astype("<u8").tobytes()
+        out.write(head + bytes(-len(head) % PAGE_BYTES))
         for first, count in runs.tolist():
             for offset in range(0, count * PAGE_BYTES, PIECE_BYTES):
                 length = min(PIECE_BYTES, count * PAGE_BYTES - offset)
@@ -44,6 +45,7 @@ def apply_delta(pid: int, ram: Path, source: Path) -> None:
         with source.open("rb") as pages:
             num_runs = int(np.frombuffer(pages.read(8), "<u8")[0])
             runs = np.frombuffer(pages.read(16 * num_runs), "<u8").reshape(num_runs, 2)
+            pages.seek(-(8 + 16 * num_runs) % PAGE_BYTES, os.SEEK_CUR)
             for first, count in runs.tolist():
                 if (first + count) * PAGE_BYTES > size:
                     raise SnapshotError(f"{source}: holds page {first}, the machine has fewer")

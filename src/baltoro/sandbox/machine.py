@@ -163,10 +163,11 @@ class MachineSandbox:
             try:
                 notes = await self.machine.dump(draft, is_frozen=is_frozen, is_last=is_last)
             except (SandboxError, OSError) as error:
+                named = store.full_disk(error) or _named(error, self.id)
                 store.abandon(draft)
                 if not is_frozen:
                     await self._go_on()
-                raise _named(error, self.id) from error
+                raise named from error
             self.frozen_s = time.monotonic() - start
             if not is_frozen and not is_last:
                 await self._go_on()
@@ -278,7 +279,7 @@ class MachineDriver:
         manifest = self.store.get(snapshot_id)
         version = await self.mechanism.version()
         check_fits(manifest, self.name, version, is_same_host=self.mechanism.is_bound_to_host)
-        self.store.pin(snapshot_id)
+        self.store.lend(snapshot_id)
         branches: list[MachineSandbox] = []
         try:
             memory = await asyncio.to_thread(self.store.memory_path, snapshot_id)
@@ -290,7 +291,7 @@ class MachineDriver:
                 await branch.destroy()
             raise
         finally:
-            self.store.unpin(snapshot_id)
+            self.store.give_back(snapshot_id)
         return branches
 
     async def gc(self) -> list[str]:
@@ -314,7 +315,7 @@ class MachineDriver:
         """Called by a sandbox that is gone: remove its folder and its names."""
         sandbox = self._sandboxes.pop(sandbox_id, None)
         if sandbox is not None and sandbox.machine.base_layers and sandbox.parent:
-            self.store.unpin(sandbox.parent)
+            self.store.give_back(sandbox.parent)
         for key, made in list(self._keys.items()):
             if made.done() and not made.exception() and made.result().id == sandbox_id:
                 del self._keys[key]
@@ -359,7 +360,7 @@ class MachineDriver:
         sandbox = MachineSandbox(self, sandbox_id, image, manifest.limits, machine, manifest.id)
         self._sandboxes[sandbox_id] = sandbox
         if machine.base_layers:  # it reads them as long as it lives
-            self.store.pin(manifest.id)
+            self.store.lend(manifest.id)
         try:
             await machine.channel.go_on()
             await machine.channel.reseed()

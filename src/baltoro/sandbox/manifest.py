@@ -1,13 +1,16 @@
-"""What is known about a snapshot, and whether it fits the machine that wants it."""
+"""What is known about a snapshot, where that is kept, and whether it fits who wants it."""
 
 import hashlib
+import json
+import os
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from baltoro.sandbox.protocol import Binding, Limits, SnapshotError
+from baltoro.sandbox.tree import sync_path
 
 FORMAT_VERSION = 1
 
@@ -89,3 +92,64 @@ def parse_manifest(data: dict[str, Any]) -> Manifest:
         "layers": tuple(data["layers"]),
     }
     return Manifest(**{**data, **changed})
+
+
+class Manifests:
+    """The manifests below one folder: a file that is there is a snapshot that exists."""
+
+    def __init__(self, root: Path, *, is_durable: bool):
+        root.mkdir(parents=True, exist_ok=True)
+        self.root = root
+        self.is_durable = is_durable
+
+    def write(self, manifest: Manifest) -> None:
+        """Write it beside its place and rename it: from then on the snapshot is this."""
+        path = self._path(manifest.id)
+        work = path.with_suffix(".work")
+        try:
+            with work.open("w") as out:
+                json.dump(asdict(manifest), out)
+                out.flush()
+                if self.is_durable:
+                    os.fsync(out.fileno())
+        except OSError:  # as on a full disk
+            work.unlink()
+            raise
+        work.rename(path)
+        if self.is_durable:
+            sync_path(self.root)
+
+    def read(self) -> tuple[list[Manifest], list[str]]:
+        """All that can be read, and a line for each that was removed or set aside."""
+        found, lines = [], []
+        for path in sorted(self.root.iterdir()):
+            if path.suffix != ".json":
+                path.unlink()
+                lines.append(f"manifest {path.name}: was not renamed")
+                continue
+            try:
+                found.append(parse_manifest(json.loads(path.read_text())))
+            except (ValueError, KeyError, TypeError) as error:
+                lines.append(self.set_aside(path.stem, f"unreadable ({error})"))
+        return found, lines
+
+    def set_aside(self, snapshot_id: str, problem: str) -> str:
+        """Make a snapshot not exist and keep its manifest to look at; returns the line for it."""
+        path = self._path(snapshot_id)
+        path.rename(path.with_suffix(".broken"))
+        return f"manifest {path.name}: {problem}"
+
+    def remove(self, snapshot_id: str) -> None:
+        """Make a snapshot not exist."""
+        self._path(snapshot_id).unlink()
+
+    def touch(self, snapshot_id: str) -> None:
+        """Mark it as used now."""
+        os.utime(self._path(snapshot_id))
+
+    def used_ns(self, snapshot_id: str) -> int:
+        """When it was used last; Unix."""
+        return self._path(snapshot_id).stat().st_mtime_ns
+
+    def _path(self, snapshot_id: str) -> Path:
+        return self.root / f"{snapshot_id}.json"

@@ -3,35 +3,36 @@
     lock                      held by the one process that owns the store
     payloads/<id>/memory/     what the driver dumped (absent once packed)
     payloads/<id>/files/      the sealed writable layer, a plain tree, shared read-only by branches
-    chunks/<aa>/<sha256>      64 KiB pieces of packed memory files, each stored once
+    chunks/<aa>/<sha256>      pieces of packed memory files, each stored once
     manifests/<id>.json       exists <=> the snapshot exists
 
 `begin` makes a payload, the driver fills it, `commit` writes the manifest beside its place, syncs
 and renames it. Whatever has no manifest after a crash is a half and is deleted by `recover`,
-which every opening runs. `pack` moves the memory half into chunks in the background: the dump
-stays as fast as the driver, the second snapshot of a branch stores only what changed. Reference
-counts are derived from the manifests, never stored, so they cannot drift. Snapshots nobody pinned
-leave in order of last use when the quota is reached.
+which every opening runs. In the background `pack` moves the memory half into chunks, so that the
+dump stays as fast as the driver and the second snapshot of a branch stores only what changed, and
+`flatten` makes one layer of many. Reference counts are derived from the manifests, never stored, so
+they cannot drift. Snapshots nobody pinned leave in order of last use when the quota is reached.
+Threads may share a store; long work is done outside its lock.
 """
 
 import errno
 import fcntl
-import json
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from baltoro.sandbox.chunks import Chunks, sync_path
-from baltoro.sandbox.manifest import Manifest, MemoryFile, host_fingerprint, parse_manifest
-from baltoro.sandbox.protocol import Binding, LimitError, Limits, SnapshotError
-from baltoro.sandbox.tree import tree_bytes
+from baltoro.sandbox.chunks import Chunks
+from baltoro.sandbox.manifest import Manifest, Manifests, MemoryFile, host_fingerprint
+from baltoro.sandbox.protocol import Binding, LimitError, Limits, SandboxError, SnapshotError
+from baltoro.sandbox.tree import merge_layers, remove_tree, remove_whole, sync_tree, tree_bytes
 
-REMOVE_TRIES = 500
+FULL_BYTES = 1 << 20  # a disk with less room than this is full
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +69,8 @@ class Store:
         self.root = root
         self.quota_bytes = quota_bytes
         self.is_durable = is_durable
-        for name in ("payloads", "manifests"):
-            (root / name).mkdir(parents=True, exist_ok=True)
+        (root / "payloads").mkdir(parents=True, exist_ok=True)
+        self._files = Manifests(root / "manifests", is_durable=is_durable)
         self._chunks = Chunks(root / "chunks", is_durable=is_durable)
         self._lock = (root / "lock").open("a")
         try:
@@ -81,6 +82,8 @@ class Store:
             ) from None
         self._manifests: dict[str, Manifest] = {}
         self._pins: Counter[str] = Counter()
+        self._loans: Counter[str] = Counter()
+        self._turn = threading.RLock()
         self._drafts: set[str] = set()
         self.recovered = self.recover()
 
@@ -90,17 +93,13 @@ class Store:
 
     def ids(self) -> list[str]:
         """All snapshots, least recently used first."""
-        return sorted(self._manifests, key=lambda i: self._manifest_path(i).stat().st_mtime_ns)
+        with self._turn:
+            return sorted(self._manifests, key=self._files.used_ns)
 
     def get(self, snapshot_id: str) -> Manifest:
         """A manifest, marked as used now. `SnapshotError` if there is none."""
-        manifest = self._manifests.get(snapshot_id)
-        if manifest is None:
-            raise SnapshotError(
-                f"snapshot {snapshot_id!r}: not in {self.root}; it was deleted, evicted by the"
-                " quota or never committed"
-            )
-        os.utime(self._manifest_path(snapshot_id))
+        manifest = self._find(snapshot_id)
+        self._files.touch(snapshot_id)
         return manifest
 
     def begin(self) -> Draft:
@@ -132,7 +131,8 @@ class Store:
     ) -> Manifest:
         """Make a draft a snapshot. Its files half becomes a layer on top of `base_layers`.
 
-        Raises `LimitError` (and removes the draft) if the quota cannot be met by evicting.
+        Raises `LimitError` (and removes the draft) if the quota cannot be met by evicting or the
+        disk is full.
         """
         memory = tuple(
             MemoryFile(name=str(path.relative_to(draft.memory)), size=path.stat().st_size)
@@ -158,12 +158,17 @@ class Store:
             if not (self._payload(layer) / "files").is_dir():
                 self.abandon(draft)
                 raise SnapshotError(f"layer {layer!r}: its files are gone; the parent was deleted")
-        if self.is_durable:
-            _sync_tree(self._payload(draft.id))
-        self._write_manifest(manifest)
-        self._drafts.discard(draft.id)
-        self._manifests[draft.id] = manifest
-        self._enforce_quota(keep=draft.id)
+        try:
+            if self.is_durable:
+                sync_tree(self._payload(draft.id))
+            self._write(manifest)
+        except OSError as error:
+            named = self._named(error)
+            self.abandon(draft)
+            raise named from error
+        with self._turn:
+            self._drafts.discard(draft.id)
+            self._enforce_quota(keep=draft.id)
         return manifest
 
     def memory_path(self, snapshot_id: str) -> Path:
@@ -173,9 +178,13 @@ class Store:
         if not folder.exists():
             work = folder.with_name("memory.work")
             shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            for item in manifest.memory:
-                self._chunks.assemble(item.chunks or (), work / item.name)
+            try:
+                work.mkdir(parents=True)
+                for item in manifest.memory:
+                    self._chunks.assemble(item.chunks or (), work / item.name)
+            except OSError as error:
+                shutil.rmtree(work, ignore_errors=True)
+                raise self._named(error) from error
             work.rename(folder)
         return folder
 
@@ -184,54 +193,123 @@ class Store:
         return [self._payload(layer) / "files" for layer in self.get(snapshot_id).layers]
 
     def pack(self, snapshot_id: str) -> int:
-        """Move the memory half into chunks; returns the bytes that were not yet stored."""
-        manifest = self.get(snapshot_id)
-        if all(item.chunks is not None for item in manifest.memory):
-            return 0
+        """Move the memory half into chunks; returns the bytes that were not yet stored.
+
+        One at a time. `LimitError` if the disk is full; the snapshot is then as it was.
+        """
+        self.lend(snapshot_id)
+        manifest = self._manifests[snapshot_id]
         folder = self._payload(snapshot_id) / "memory"
         new_bytes = 0
-        packed = []
-        for item in manifest.memory:
-            names, added = self._chunks.put(folder / item.name)
-            new_bytes += added
-            packed.append(replace(item, chunks=names))
-        manifest = replace(manifest, memory=tuple(packed))
-        self._write_manifest(manifest)
-        self._manifests[snapshot_id] = manifest
-        if not self._pins[snapshot_id]:
-            self._drop_memory(snapshot_id)
+        try:
+            packed = []
+            for item in manifest.memory:
+                if item.chunks is None:
+                    names, added = self._chunks.put(folder / item.name)
+                    item = replace(item, chunks=names)
+                    new_bytes += added
+                packed.append(item)
+            if tuple(packed) != manifest.memory:
+                self._write(replace(manifest, memory=tuple(packed)))
+        except OSError as error:
+            raise self._named(error) from error
+        finally:
+            self._chunks.settle()
+            self.give_back(snapshot_id)
+        with self._turn:
+            if folder.exists() and not self._loans[snapshot_id]:
+                remove_whole(folder)
         return new_bytes
+
+    def flatten(self, snapshot_id: str) -> None:
+        """Make one layer of its layers; those that nobody else needs go. Not if it is lent."""
+        manifest = self._find(snapshot_id)
+        draft = self.begin()
+        try:
+            merge_layers([self._payload(layer) / "files" for layer in manifest.layers], draft.files)
+            draft.memory.rmdir()
+            if self.is_durable:
+                sync_tree(self._payload(draft.id))
+            with self._turn:
+                if self._loans[snapshot_id]:  # its layers are mounted by now
+                    return self.abandon(draft)
+                self._write(replace(manifest, layers=(draft.id,)))
+        except OSError as error:
+            named = self._named(error)
+            self.abandon(draft)
+            raise named from error
+        with self._turn:
+            self._drafts.discard(draft.id)
+            self._collect()
+
+    def untidy(self, unused_s: float, max_layers: int) -> tuple[list[str], list[str]]:
+        """What to `pack` and what to `flatten`: not lent, and not used for that long."""
+        before_ns = time.time_ns() - int(unused_s * 1e9)
+        with self._turn:
+            idle = [
+                self._manifests[i]
+                for i in self.ids()
+                if self._files.used_ns(i) < before_ns and not self._loans[i]
+            ]
+        to_pack = [m.id for m in idle if m.memory and (self._payload(m.id) / "memory").exists()]
+        return to_pack, [m.id for m in idle if len(m.layers) > max_layers]
 
     def pin(self, snapshot_id: str) -> None:
         """Keep a snapshot whatever the quota says, until `unpin` as often."""
-        self.get(snapshot_id)
-        self._pins[snapshot_id] += 1
+        with self._turn:
+            self._find(snapshot_id)
+            self._pins[snapshot_id] += 1
 
     def unpin(self, snapshot_id: str) -> None:
         """Undo one `pin`."""
-        if self._pins[snapshot_id] > 0:
-            self._pins[snapshot_id] -= 1
+        self._pins[snapshot_id] = max(0, self._pins[snapshot_id] - 1)
+
+    def lend(self, snapshot_id: str) -> None:
+        """Pin a snapshot whose halves are read as they lie here, until `give_back` as often."""
+        with self._turn:
+            self.pin(snapshot_id)
+            self._loans[snapshot_id] += 1
+
+    def give_back(self, snapshot_id: str) -> None:
+        """Undo one `lend`."""
+        with self._turn:
+            self.unpin(snapshot_id)
+            self._loans[snapshot_id] -= 1
 
     def delete(self, snapshot_id: str) -> None:
         """Forget a snapshot; layers and chunks that others use stay. `SnapshotError` if pinned."""
-        self.get(snapshot_id)
-        if self._pins[snapshot_id]:
-            raise SnapshotError(
-                f"snapshot {snapshot_id!r}: in use by a sandbox; destroy that first"
-            )
-        self._manifest_path(snapshot_id).unlink()
-        del self._manifests[snapshot_id]
-        self._collect()
+        with self._turn:
+            self._find(snapshot_id)
+            if self._pins[snapshot_id]:
+                raise SnapshotError(
+                    f"snapshot {snapshot_id!r}: in use by a sandbox; destroy that first"
+                )
+            self._files.remove(snapshot_id)
+            del self._manifests[snapshot_id]
+            self._collect()
 
     def usage(self) -> Usage:
         """Bytes now held."""
-        num_chunks, stored = self._chunks.usage()
-        stored += tree_bytes(self.root / "payloads")
+        with self._turn:
+            num_chunks, stored = self._chunks.usage()
+            manifests = list(self._manifests.values())
+            stored += tree_bytes(self.root / "payloads")
         return Usage(
-            logical_bytes=sum(f.size for m in self._manifests.values() for f in m.memory),
+            logical_bytes=sum(f.size for m in manifests for f in m.memory),
             stored_bytes=stored,
-            num_snapshots=len(self._manifests),
+            num_snapshots=len(manifests),
             num_chunks=num_chunks,
+        )
+
+    def full_disk(self, error: Exception) -> LimitError | None:
+        """The error to raise in another's place if the disk is full. Ask before `abandon`."""
+        disk = os.statvfs(self.root)
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not is_full and disk.f_bavail * disk.f_frsize >= FULL_BYTES:
+            return None
+        return LimitError(
+            f"store {self.root}: its disk is full ({error}); delete snapshots, give it a bigger"
+            f" disk or a smaller quota than {self.quota_bytes} bytes"
         )
 
     def recover(self) -> list[str]:
@@ -239,24 +317,26 @@ class Store:
 
         A manifest whose halves are missing is moved aside with the reason in the line.
         """
-        lines = []
-        self._manifests = {}
-        for path in sorted((self.root / "manifests").iterdir()):
-            if path.suffix != ".json":
-                path.unlink()
-                lines.append(f"manifest {path.name}: was not renamed")
-                continue
-            problem = self._load(path)
-            if problem:
-                path.rename(path.with_suffix(".broken"))
-                lines.append(f"manifest {path.name}: {problem}")
+        found, lines = self._files.read()
+        problems = {manifest.id: self._problem(manifest) for manifest in found}
+        self._manifests = {m.id: m for m in found if problems[m.id] is None}
+        lines += [self._files.set_aside(i, problem) for i, problem in problems.items() if problem]
         return lines + self._collect()
 
-    def _load(self, path: Path) -> str | None:
-        try:
-            manifest = parse_manifest(json.loads(path.read_text()))
-        except (ValueError, KeyError, TypeError) as error:
-            return f"unreadable ({error})"
+    def _named(self, error: OSError) -> SandboxError:
+        return self.full_disk(error) or SnapshotError(f"store {self.root}: {error}")
+
+    def _find(self, snapshot_id: str) -> Manifest:
+        manifest = self._manifests.get(snapshot_id)
+        if manifest is None:
+            raise SnapshotError(
+                f"snapshot {snapshot_id!r}: not in {self.root}; it was deleted, evicted by the"
+                " quota or never committed"
+            )
+        return manifest
+
+    def _problem(self, manifest: Manifest) -> str | None:
+        """Which part of a snapshot is missing, if any."""
         for layer in manifest.layers:
             if not (self._payload(layer) / "files").is_dir():
                 return f"layer {layer} is missing"
@@ -267,26 +347,24 @@ class Store:
                     return f"memory file {item.name} is missing"
             elif not self._chunks.has(item.chunks):
                 return f"a chunk of {item.name} is missing"
-        self._manifests[manifest.id] = manifest
         return None
 
     def _collect(self) -> list[str]:
-        """Delete payloads, memory halves and chunks that no manifest names."""
+        """Delete payloads, halves and chunks that no manifest names."""
         lines = []
         layers = {layer for m in self._manifests.values() for layer in m.layers}
         for path in sorted((self.root / "payloads").iterdir()):
-            if path.name in self._drafts:
+            if path.name in self._drafts or self._loans[path.name]:
                 continue
-            if path.name not in self._manifests and path.name not in layers:
-                _remove_tree(path)
+            named = {"memory": path.name in self._manifests, "files": path.name in layers}
+            if not any(named.values()):
+                remove_tree(path)
                 lines.append(f"payload {path.name}: no manifest")
                 continue
-            for half in ("memory", "memory.work"):
-                if half == "memory" and path.name in self._manifests:
-                    continue
-                if (path / half).exists():
-                    shutil.rmtree(path / half)
-                    lines.append(f"payload {path.name}: {half} no longer named")
+            for half in path.iterdir():
+                if not named.get(half.name):
+                    shutil.rmtree(half)
+                    lines.append(f"payload {path.name}: {half.name} no longer named")
         used = {
             name
             for manifest in self._manifests.values()
@@ -296,14 +374,6 @@ class Store:
         if num_unused := self._chunks.keep_only(used):
             lines.append(f"chunks: {num_unused} unreferenced")
         return lines
-
-    def _drop_memory(self, snapshot_id: str) -> None:
-        """Delete the folder form of a packed memory half, never leaving half of it in place."""
-        folder = self._payload(snapshot_id) / "memory"
-        work = folder.with_name("memory.work")
-        shutil.rmtree(work, ignore_errors=True)
-        folder.rename(work)
-        shutil.rmtree(work)
 
     def _enforce_quota(self, keep: str) -> None:
         if self.usage().stored_bytes <= self.quota_bytes:
@@ -321,41 +391,10 @@ class Store:
             f"{self.quota_bytes}; destroy sandboxes or raise the quota"
         )
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        path = self._manifest_path(manifest.id)
-        work = path.with_suffix(".work")
-        with work.open("w") as out:
-            json.dump(asdict(manifest), out)
-            out.flush()
-            if self.is_durable:
-                os.fsync(out.fileno())
-        work.rename(path)
-        if self.is_durable:
-            sync_path(path.parent)
+    def _write(self, manifest: Manifest) -> None:
+        with self._turn:
+            self._files.write(manifest)
+            self._manifests[manifest.id] = manifest
 
     def _payload(self, snapshot_id: str) -> Path:
         return self.root / "payloads" / snapshot_id
-
-    def _manifest_path(self, snapshot_id: str) -> Path:
-        return self.root / "manifests" / f"{snapshot_id}.json"
-
-
-def _remove_tree(root: Path) -> None:
-    """Remove a folder into which the dump of a dead owner may still be writing."""
-    for _ in range(REMOVE_TRIES):
-        try:
-            return shutil.rmtree(root)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-                raise
-            time.sleep(0.01)
-    raise SnapshotError(f"{root}: does not become empty; another process writes into it")
-
-
-def _sync_tree(root: Path) -> None:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            path = Path(folder, name)
-            if path.is_file() and not path.is_symlink():
-                sync_path(path)
-        sync_path(Path(folder))

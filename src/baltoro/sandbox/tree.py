@@ -9,10 +9,14 @@ import errno
 import os
 import shutil
 import stat
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from baltoro.sandbox.protocol import SnapshotError
+
 MAX_LINKS = 40
+REMOVE_TRIES = 500
 OPAQUE = "trusted.overlay.opaque"
 
 
@@ -110,6 +114,45 @@ def tree_bytes(root: Path) -> int:
     return total
 
 
+def remove_tree(root: Path) -> None:
+    """Remove a folder into which the dump of a dead owner may still be writing."""
+    for _ in range(REMOVE_TRIES):
+        try:
+            return shutil.rmtree(root)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+            time.sleep(0.01)
+    raise SnapshotError(f"{root}: does not become empty; another process writes into it")
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a folder of which half must never be seen, not even after a death in between."""
+    work = folder.with_name(f"{folder.name}.work")
+    shutil.rmtree(work, ignore_errors=True)
+    folder.rename(work)
+    shutil.rmtree(work)
+
+
+def sync_path(path: Path) -> None:
+    """Force a file or a folder to the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(root: Path) -> None:
+    """Force all files and folders below `root` to the disk."""
+    for folder, _, names in os.walk(root):
+        for name in names:
+            path = Path(folder, name)
+            if path.is_file() and not path.is_symlink():
+                sync_path(path)
+        sync_path(Path(folder))
+
+
 def _kind(name: str, dir_fd: int) -> int | None:
     try:
         return stat.S_IFMT(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
@@ -184,15 +227,17 @@ def _merge_folder(layer: Path, target: Path) -> None:
         st = os.lstat(source)
         is_folder = stat.S_ISDIR(st.st_mode)
         has_old = os.path.lexists(goal)
+        was_folder = goal.is_dir() and not goal.is_symlink()
         is_opaque = is_folder and OPAQUE in os.listxattr(source)
-        if has_old and (not is_folder or is_opaque or not goal.is_dir() or goal.is_symlink()):
-            if goal.is_dir() and not goal.is_symlink():
-                shutil.rmtree(goal)
-            else:
-                goal.unlink()
+        if was_folder and (not is_folder or is_opaque):
+            shutil.rmtree(goal)
+        elif has_old and not was_folder:
+            goal.unlink()
         if is_folder:
             goal.mkdir(exist_ok=True)
             _merge_folder(source, goal)
             _copy_metadata(source, goal, st)
+            if has_old and not was_folder:  # it went on hiding what the image has there
+                os.setxattr(goal, OPAQUE, b"y")
         else:
             os.link(source, goal, follow_symlinks=False)
