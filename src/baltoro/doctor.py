@@ -19,8 +19,10 @@ from baltoro.model.config import ImplConfig
 from baltoro.ops.attn_res import attn_res_mix
 from baltoro.ops.cross_entropy import linear_cross_entropy
 from baltoro.ops.impl import ImplError
-from baltoro.ops.kda import chunk_kda, recurrent_kda
+from baltoro.ops.kda import chunk_kda
+from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
 from baltoro.ops.mla import varlen_attention
+from baltoro.ops.mla.paged import paged_latent_attention
 from baltoro.ops.moe import moe_experts
 from baltoro.ops.rms_norm import rms_norm
 from baltoro.ops.short_conv import short_conv
@@ -141,13 +143,27 @@ def _run(op: str, impl: str, device: torch.device) -> None:
             impl=impl,
         )
     elif op == "kda_decode":
-        gates = (-x_THK, x_TD[:, :1])
-        recurrent_kda(x_THK, x_THK, x_THK, *gates, cu_seqlens=bounds, impl=impl)
+        inputs = DecodeInputs(x_TD.new_ones(2, 48), x_THK, x_TD[:, :1], x_THK)
+        small = DecodeWeights(x_TD.new_ones(48, 4), weight[:1], weight, weight)
+        pool = StatePool(x_TD.new_zeros(3, 48, 3), x_TD.new_zeros(3, 1, 16, 16))
+        decode_kda(
+            inputs,
+            small,
+            pool,
+            torch.arange(1, 3, device=device),
+            gate_lower_bound=-5.0,
+            norm_eps=1e-5,
+            impl=impl,
+        )
     elif op == "short_conv":
         short_conv(x_TD, x_TD.new_ones(16, 4), cu_seqlens=bounds, impl=impl)
     elif op == "attention":
         ends = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
         varlen_attention(x_THK, x_THK, x_THK, **ends, causal=True, scale=1.0, impl=impl)
+    elif op == "attention_decode":
+        table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+        lengths = torch.ones_like(table[:, 0])
+        paged_latent_attention(x_THK, x_THK, table, lengths, kv_lora_rank=8, scale=1.0, impl=impl)
     elif op == "attn_res":
         attn_res_mix([x_TD, x_TD], weight, weight, eps=1e-5, impl=impl)
     elif op == "situ":

@@ -84,7 +84,7 @@ def kept(served: Engine, sequence: Sequence) -> dict[str, Tensor]:
     owners |= {str(c.position): c.state_pages for c in served.cache.device.checkpoints.values()}
     for owner, pages in owners.items():
         for layer_idx in served.layout.kda_layers:
-            group, windows, states = pool.states(layer_idx)
+            group, (windows, states) = pool.states(layer_idx)
             found[f"window {layer_idx} {owner}"] = windows[pages[group]]
             found[f"state {layer_idx} {owner}"] = states[pages[group]]
     return {name: tensor.clone() for name, tensor in found.items()}

@@ -13,16 +13,30 @@ import torch
 from torch import Tensor
 
 from baltoro.model.config import ModelConfig
+from baltoro.ops.kda.decode import DecodeInputs, StatePool
 
 
-class KdaInputs(NamedTuple):
-    """What a KDA layer made of the new tokens: enough to repeat its state on the first of them."""
+class KdaStep(Protocol):
+    """A KDA layer's decode (`baltoro.ops.kda.decode`) on any states: outputs `[T, H, V]`."""
 
-    projected: Tensor  # [T, C], inputs of the convolutions
-    k: Tensor  # [T, H, K]
-    v: Tensor  # [T, H, V]
-    g: Tensor  # [T, H, K] fp32
-    beta: Tensor  # [T, H] fp32
+    def __call__(
+        self,
+        inputs: DecodeInputs,
+        pool: StatePool,
+        slots: Tensor,
+        cu_seqlens: Tensor | None,
+        num_kept: Tensor | None,
+    ) -> Tensor: ...
+
+
+class LatentPages(NamedTuple):
+    """Where the latents of some sequences lie, their new tokens' own among them."""
+
+    latents: Tensor  # [pages, page_size, R]
+    page_table: Tensor  # [N, max_pages] int32
+    lengths: Tensor  # [N] int32
+    cu_seqlens: Tensor | None = None  # [N + 1] int32 of the new tokens; None: one of each
+    max_tokens: int = 1  # most new tokens of a sequence
 
 
 class Cache(Protocol):
@@ -32,16 +46,15 @@ class Cache(Protocol):
     form: Literal["prefill", "decode"]
 
     def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Convolution window `[N, C, W-1]` and recurrent state `[N, H, K, V]` (fp32)."""
+        """Prefill: convolution window `[N, C, W-1]` and recurrent state `[N, H, K, V]` (fp32)."""
         ...
 
-    def store_kda_state(
-        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
-    ) -> None:
-        """Keep a KDA layer's window and state after the new tokens, or the inputs that led there.
+    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
+        """Prefill: keep a KDA layer's window and state after the new tokens."""
+        ...
 
-        `inputs` is None from a prefill.
-        """
+    def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
+        """Decode: have a layer's `step` read and move on the states where they lie."""
         ...
 
     def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
@@ -49,14 +62,11 @@ class Cache(Protocol):
         ...
 
     def kv_packed(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """All rows of all sequences, `[S, R]`, and their `cu_seqlens` `[N + 1]`."""
+        """Prefill: all rows of all sequences, `[S, R]`, and their `cu_seqlens` `[N + 1]`."""
         ...
 
-    def kv_padded(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """For each new token to decode the rows that it sees, `[T, L, R]`, and their number `[T]`.
-
-        Beyond that number the content is undefined.
-        """
+    def latent_pages(self, layer_idx: int) -> LatentPages:
+        """Decode: where the rows of all sequences are; what is behind their ends is undefined."""
         ...
 
     def is_empty(self, layer_idx: int) -> Tensor:
@@ -86,7 +96,7 @@ class DenseCache:
         mixers = [*config.mixers, *["mla"] * config.num_mtp_layers]
         # a recurrence over the whole sequence: never narrower than fp32
         state_dtype = torch.promote_types(dtype, torch.float32)
-        self._kda: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kda: dict[int, StatePool] = {}  # a sequence's slot is its number plus one
         self._kv: dict[int, Tensor] = {}
         self._kv_lens: dict[int, list[int]] = {}
         for layer_idx, mixer in enumerate(mixers):
@@ -96,19 +106,25 @@ class DenseCache:
                 self._kv_lens[layer_idx] = [0] * num_sequences
                 continue
             heads, dim = kda.num_heads, kda.head_dim
-            window = (num_sequences, 3 * heads * dim, kda.conv_kernel_size - 1)
-            self._kda[layer_idx] = (
+            window = (num_sequences + 1, 3 * heads * dim, kda.conv_kernel_size - 1)
+            state = (num_sequences + 1, heads, dim, dim)
+            self._kda[layer_idx] = StatePool(
                 torch.zeros(window, dtype=dtype, device=device),
-                torch.zeros(num_sequences, heads, dim, dim, dtype=state_dtype, device=device),
+                torch.zeros(state, dtype=state_dtype, device=device),
             )
+        self._slots = torch.arange(1, num_sequences + 1, device=device)
 
     def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        return self._kda[layer_idx]
+        windows, states = self._kda[layer_idx]
+        return windows[1:], states[1:]
 
-    def store_kda_state(
-        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
-    ) -> None:
-        self._kda[layer_idx] = (conv_state, state)
+    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
+        windows, states = self._kda[layer_idx]
+        windows[1:] = conv_state
+        states[1:] = state
+
+    def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
+        return step(inputs, self._kda[layer_idx], self._slots, None, None)
 
     def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
         bounds = cu_seqlens.tolist()
@@ -127,9 +143,12 @@ class DenseCache:
         lengths = torch.tensor([0, *ends], device=buffer.device)
         return rows, lengths.cumsum(0).to(torch.int32)
 
-    def kv_padded(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def latent_pages(self, layer_idx: int) -> LatentPages:
         buffer, ends = self._kv[layer_idx], self._kv_lens[layer_idx]
-        return buffer[:, : max(ends)], torch.tensor(ends, device=buffer.device)
+        table = torch.arange(len(ends), dtype=torch.int32, device=buffer.device)[:, None]
+        return LatentPages(
+            buffer, table, torch.tensor(ends, dtype=torch.int32, device=buffer.device)
+        )
 
     def is_empty(self, layer_idx: int) -> Tensor:
         return torch.tensor([length == 0 for length in self._kv_lens[layer_idx]])
@@ -144,10 +163,9 @@ class DenseCache:
             i: [length for length in lens for _ in range(count)]
             for i, lens in self._kv_lens.items()
         }
-        copy._kda = {
-            i: (window.repeat_interleave(count, 0), state.repeat_interleave(count, 0))
-            for i, (window, state) in self._kda.items()
-        }
+        copy._slots = torch.arange(1, copy.num_sequences + 1, device=self._slots.device)
+        own = torch.cat([self._slots.new_zeros(1), self._slots.repeat_interleave(count)])
+        copy._kda = {i: StatePool(*(x[own] for x in pool)) for i, pool in self._kda.items()}
         return copy
 
     def _reserve(self, layer_idx: int, length: int) -> None:

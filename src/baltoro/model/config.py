@@ -35,6 +35,7 @@ class ImplConfig:
     kda_decode: str = "torch"  # one after another
     short_conv: str = "torch"
     attention: str = "torch"
+    attention_decode: str = "torch"  # over the latents themselves
     attn_res: str = "torch"
     situ: str = "torch"
     rms_norm: str = "torch"

@@ -9,9 +9,9 @@ C = 3 * H * K, the channels of q, k and v side by side.
 import torch
 from torch import Tensor, nn
 
-from baltoro.model.cache import Cache, KdaInputs
+from baltoro.model.cache import Cache
 from baltoro.model.config import ModelConfig
-from baltoro.ops.kda import l2_normalize, log_decay, recurrent_kda
+from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
 from baltoro.ops.kda.fused import chunk_kda_fused
 from baltoro.ops.rms_norm import gated_rms_norm
 from baltoro.ops.short_conv import short_conv
@@ -63,64 +63,71 @@ class Kda(nn.Module):
 
     def forward(self, x_TD: Tensor, cu_seqlens: Tensor, cache: Cache | None = None) -> Tensor:
         """`[T, D]` to `[T, D]`; with a cache its window and state are read and replaced."""
-        impl, kda = self.config.impl, self.config.kda
-        conv_state, state = (None, None) if cache is None else cache.kda_state(self.layer_idx)
+        kda = self.config.kda
         projected_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
-        q_THK, k_THK, v_THV, new_conv_state = self._qkv(projected_TC, cu_seqlens, conv_state)
-        logits_THK = self.f_b_proj(self.f_a_proj(x_TD)).view_as(q_THK)
+        logits_THK = self.f_b_proj(self.f_a_proj(x_TD)).view(-1, kda.num_heads, kda.head_dim)
+        gate_THV = self._out_gate(x_TD).view_as(logits_THK)
         beta_logits_TH = self.b_proj(x_TD)
-        inputs: KdaInputs | None = None
         if cache is not None and cache.form == "decode":
-            q_THK = l2_normalize(q_THK, scale=q_THK.shape[-1] ** -0.5)
-            k_THK = l2_normalize(k_THK)
-            g_THK = log_decay(
-                logits_THK, self.A_log, self.dt_bias, lower_bound=kda.gate_lower_bound
-            )
-            # fp32: both enter a recurrence over the whole sequence
-            beta_TH = torch.sigmoid(beta_logits_TH.to(g_THK.dtype))
-            inputs = KdaInputs(projected_TC, k_THK, v_THV, g_THK, beta_TH)
-            out = recurrent_kda(
-                q_THK,
-                k_THK,
-                v_THV,
-                g_THK,
-                beta_TH,
-                cu_seqlens=cu_seqlens,
-                initial_state=state,
-                impl=impl.kda_decode,
-            )
-        else:
-            out = chunk_kda_fused(
-                q_THK,
-                k_THK,
-                v_THV,
-                logits_THK,
-                beta_logits_TH,
-                self.A_log,
-                self.dt_bias,
-                cu_seqlens=cu_seqlens,
-                initial_state=state,
-                gate_lower_bound=kda.gate_lower_bound,
-                impl=impl.kda,
-            )
+            inputs = DecodeInputs(projected_TC, logits_THK, beta_logits_TH, gate_THV)
+            return self.o_proj(cache.decode_kda(self.layer_idx, self._step, inputs).flatten(1))
+        conv_state, state = (None, None) if cache is None else cache.kda_state(self.layer_idx)
+        q_THK, k_THK, v_THV, new_conv_state = self._qkv(projected_TC, cu_seqlens, conv_state)
+        out = chunk_kda_fused(
+            q_THK,
+            k_THK,
+            v_THV,
+            logits_THK,
+            beta_logits_TH,
+            self.A_log,
+            self.dt_bias,
+            cu_seqlens=cu_seqlens,
+            initial_state=state,
+            gate_lower_bound=kda.gate_lower_bound,
+            impl=self.config.impl.kda,
+        )
         if cache is not None:
-            cache.store_kda_state(self.layer_idx, new_conv_state, out.final_state, inputs)
+            cache.store_kda_state(self.layer_idx, new_conv_state, out.final_state)
         y_THV = gated_rms_norm(
             out.o,
             self.o_norm.weight,
-            self._out_gate(x_TD).view_as(out.o),
+            gate_THV,
             eps=self.config.rms_norm_eps,
-            impl=impl.rms_norm,
+            impl=self.config.impl.rms_norm,
         )
         return self.o_proj(y_THV.flatten(1))
+
+    def _step(
+        self,
+        inputs: DecodeInputs,
+        pool: StatePool,
+        slots: Tensor,
+        cu_seqlens: Tensor | None,
+        num_kept: Tensor | None,
+    ) -> Tensor:
+        """All between the projections, `[T, H, V]`; the states of `slots` move on."""
+        return decode_kda(
+            inputs,
+            DecodeWeights(self._taps(), self.A_log, self.dt_bias, self.o_norm.weight),
+            pool,
+            slots,
+            cu_seqlens=cu_seqlens,
+            num_kept=num_kept,
+            gate_lower_bound=self.config.kda.gate_lower_bound,
+            norm_eps=self.config.rms_norm_eps,
+            impl=self.config.impl.kda_decode,
+        )
+
+    def _taps(self) -> Tensor:
+        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+        return torch.cat([conv.weight for conv in convs]).squeeze(1)
 
     def _qkv(
         self, projected_TC: Tensor, cu_seqlens: Tensor, conv_state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         mixed = short_conv(
             projected_TC,
-            torch.cat([conv.weight for conv in convs]).squeeze(1),
+            self._taps(),
             cu_seqlens=cu_seqlens,
             initial_state=conv_state,
             impl=self.config.impl.short_conv,

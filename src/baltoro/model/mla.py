@@ -3,16 +3,17 @@
 Keys and values are read from one latent per token. `forward` expands it (training, prefill) or,
 for decode, folds the expansion into query and output and attends over the latents themselves.
 
-K is the query-key width (nope and shared part), L the longest cached sequence, R the cached row.
+K is the query-key width (nope and shared part), R the cached row.
 """
 
 import torch
 from torch import Tensor, nn
 
-from baltoro.model.cache import Cache
+from baltoro.model.cache import Cache, LatentPages
 from baltoro.model.config import ModelConfig
 from baltoro.model.norm import RmsNorm
-from baltoro.ops.mla import latent_attention, varlen_attention
+from baltoro.ops.mla import varlen_attention
+from baltoro.ops.mla.paged import paged_latent_attention
 
 
 class Mla(nn.Module):
@@ -47,7 +48,7 @@ class Mla(nn.Module):
         else:
             cache.append_kv(self.layer_idx, kv_TR, cu_seqlens)
             if cache.form == "decode":
-                y_THV = self._absorbed(q_THK, *cache.kv_padded(self.layer_idx))
+                y_THV = self._absorbed(q_THK, cache.latent_pages(self.layer_idx))
             else:
                 kv_SR, cu_seqlens_k = cache.kv_packed(self.layer_idx)
                 y_THV = self._expanded(q_THK, kv_SR, cu_seqlens, cu_seqlens_k)
@@ -94,21 +95,24 @@ class Mla(nn.Module):
             impl=self.config.impl.attention,
         )
 
-    def _absorbed(self, q_NHK: Tensor, kv_NLR: Tensor, seq_lens_N: Tensor) -> Tensor:
+    def _absorbed(self, q_THK: Tensor, pages: LatentPages) -> Tensor:
         mla = self.config.mla
-        nope_NHK, shared_NHK = q_NHK.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
+        nope_THK, shared_THK = q_THK.split([mla.qk_nope_head_dim, mla.qk_rope_head_dim], -1)
         up_k_HKR, up_v_HVR = self.kv_b_proj.weight.view(
             mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim, mla.kv_lora_rank
         ).split([mla.qk_nope_head_dim, mla.v_head_dim], 1)
-        q_NHR = torch.cat(
-            [torch.bmm(nope_NHK.transpose(0, 1), up_k_HKR).transpose(0, 1), shared_NHK], -1
+        q_THR = torch.cat(
+            [torch.bmm(nope_THK.transpose(0, 1), up_k_HKR).transpose(0, 1), shared_THK], -1
         )
-        out_NHR = latent_attention(
-            q_NHR,
-            kv_NLR,
-            seq_lens_N,
+        out_THR = paged_latent_attention(
+            q_THR,
+            pages.latents,
+            pages.page_table,
+            pages.lengths,
+            cu_seqlens=pages.cu_seqlens,
+            max_tokens=pages.max_tokens,
             kv_lora_rank=mla.kv_lora_rank,
             scale=mla.qk_head_dim**-0.5,
-            impl=self.config.impl.attention,
+            impl=self.config.impl.attention_decode,
         )
-        return torch.bmm(out_NHR.transpose(0, 1), up_v_HVR.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(out_THR.transpose(0, 1), up_v_HVR.transpose(1, 2)).transpose(0, 1)

@@ -1,11 +1,9 @@
 """The pages themselves: one buffer of bytes, read as latents, states or convolution windows.
 
 `PagePool` moves whole pages as the account says; `PagedCache` is what the model sees of them in one
-call, with states gathered from and written back to the pages of its N sequences. `VerifyCache` is
-that where not every new token may stay: states wait until it is known how many do, and then take
-in just those, from the inputs that each layer recorded.
-
-X = W - 1, the inputs that a convolution window keeps; A is the tokens that stay.
+call; decoding reads and writes states in the pages themselves. `VerifyCache` is that where not
+every new token may stay: states wait until it is known how many do, and then take in just those,
+from the inputs that each layer recorded. A is the tokens that stay.
 """
 
 from collections.abc import Sequence
@@ -14,9 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from baltoro.model.cache import KdaInputs
+from baltoro.model.cache import KdaStep, LatentPages
 from baltoro.model.config import ModelConfig
-from baltoro.ops.kda import recurrent_kda
+from baltoro.ops.kda.decode import DecodeInputs, StatePool
 from baltoro.serve.layout import PoolLayout
 from baltoro.serve.pages import PageOps, Table
 
@@ -47,7 +45,6 @@ class PagePool:
             )
         shape = (layout.layers_per_page, layout.layer_bytes)
         self.layout = layout
-        self.kda_impl = config.impl.kda_decode
         self.pages = torch.zeros((num_pages + 1, *shape), dtype=torch.uint8, device=device)
         self.host_pages = torch.zeros(
             (host_pages + 1, *shape), dtype=torch.uint8, pin_memory=device.type == "cuda"
@@ -68,7 +65,7 @@ class PagePool:
         states = self.pages.view(state_dtype)[..., : kda.num_heads * kda.head_dim**2]
         states = states.unflatten(-1, (kda.num_heads, kda.head_dim, kda.head_dim))
         self._states = {
-            layer_idx: (group, windows[:, place], states[:, place])
+            layer_idx: (group, StatePool(windows[:, place], states[:, place]))
             for group, layers in enumerate(layout.state_groups)
             for place, layer_idx in enumerate(layers)
         }
@@ -77,8 +74,8 @@ class PagePool:
         """Latent rows of an MLA or MTP layer in every page, `[pages, page_size, R]`."""
         return self._latents[layer_idx]
 
-    def states(self, layer_idx: int) -> tuple[int, Tensor, Tensor]:
-        """A KDA layer's group, windows `[pages, C, W-1]` and states `[pages, H, K, V]`."""
+    def states(self, layer_idx: int) -> tuple[int, StatePool]:
+        """A KDA layer's group, and its states: one slot in each page."""
         return self._states[layer_idx]
 
     def prepare(self, ops: PageOps) -> None:
@@ -121,36 +118,37 @@ class PagedCache:
         self._stops = [span.stop for span in spans]
         self._state_pages_GN = torch.tensor(
             [span.table.state_pages for span in spans], device=device
-        ).T
+        ).T.contiguous()
         counts = [-(-stop // size) for stop in self._stops]
         padded = [
             span.table.kv_pages[:count] + [0] * (max(counts) - count)
             for span, count in zip(spans, counts, strict=True)
         ]
         self._counts = counts
-        self._pages_NP = torch.tensor(padded, device=device)
+        self._pages_NP = torch.tensor(padded, dtype=torch.int32, device=device)
+        self._lengths_N = torch.tensor(self._stops, dtype=torch.int32, device=device)
         positions = [torch.arange(span.start, span.stop) for span in spans]
         rows_T = torch.cat(positions).to(device)
         owner_T = torch.arange(len(spans)).repeat_interleave(
             torch.tensor([len(p) for p in positions])
         )
-        self._owner_T = owner_T.to(device)
-        self._positions_T = rows_T
-        self._new_pages_T = self._pages_NP[self._owner_T, rows_T // size]
+        self._new_pages_T = self._pages_NP[owner_T.to(device), rows_T // size]
         self._new_rows_T = rows_T % size
 
     def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        group, windows, states = self._pool.states(layer_idx)
+        group, (windows, states) = self._pool.states(layer_idx)
         pages_N = self._state_pages_GN[group]
         return windows[pages_N], states[pages_N]
 
-    def store_kda_state(
-        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
-    ) -> None:
-        group, windows, states = self._pool.states(layer_idx)
+    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
+        group, (windows, states) = self._pool.states(layer_idx)
         pages_N = self._state_pages_GN[group]
         windows[pages_N] = conv_state
         states[pages_N] = state
+
+    def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
+        group, pool = self._pool.states(layer_idx)
+        return step(inputs, pool, self._state_pages_GN[group], None, None)
 
     def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
         self._pool.latents(layer_idx)[self._new_pages_T, self._new_rows_T] = kv_latent
@@ -164,10 +162,8 @@ class PagedCache:
         bounds = torch.tensor([0, *self._stops], device=latents.device).cumsum(0)
         return torch.cat(rows), bounds.to(torch.int32)
 
-    def kv_padded(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        latents = self._pool.latents(layer_idx)
-        rows = latents[self._pages_NP].flatten(1, 2)[:, : max(self._stops)]
-        return rows, torch.tensor(self._stops, device=latents.device)
+    def latent_pages(self, layer_idx: int) -> LatentPages:
+        return LatentPages(self._pool.latents(layer_idx), self._pages_NP, self._lengths_N)
 
     def is_empty(self, layer_idx: int) -> Tensor:
         return torch.tensor([start == 0 for start in self._starts])
@@ -181,20 +177,22 @@ class VerifyCache(PagedCache):
 
     def __init__(self, pool: PagePool, spans: Sequence[Span]) -> None:
         super().__init__(pool, "decode", spans)
-        self._inputs: dict[int, KdaInputs] = {}
+        self._lengths = [span.stop - span.start for span in spans]
+        bounds = torch.tensor([0, *self._lengths]).cumsum(0)
+        self._firsts = bounds.tolist()
+        self._cu_seqlens = bounds.to(pool.pages.device, torch.int32)
+        self._none_kept_N = torch.zeros_like(self._lengths_N)
+        self._seen: dict[int, tuple[KdaStep, DecodeInputs]] = {}
 
-    def store_kda_state(
-        self, layer_idx: int, conv_state: Tensor, state: Tensor, inputs: KdaInputs | None
-    ) -> None:
-        assert inputs is not None
-        self._inputs[layer_idx] = inputs
+    def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
+        self._seen[layer_idx] = (step, inputs)
+        group, pool = self._pool.states(layer_idx)
+        slots_N = self._state_pages_GN[group]
+        return step(inputs, pool, slots_N, self._cu_seqlens, self._none_kept_N)
 
-    def kv_padded(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        rows, _ = super().kv_padded(layer_idx)
-        seen = self._positions_T + 1
-        if len(rows) == 1:  # nothing to copy for a lone sequence
-            return rows.expand(len(seen), -1, -1), seen
-        return rows[self._owner_T], seen
+    def latent_pages(self, layer_idx: int) -> LatentPages:
+        pages = super().latent_pages(layer_idx)
+        return pages._replace(cu_seqlens=self._cu_seqlens, max_tokens=max(self._lengths))
 
     def replay(self, froms: Sequence[int], tos: Sequence[int]) -> None:
         """Take tokens `froms[n]` to `tos[n]` of each sequence's new ones into its states.
@@ -205,39 +203,12 @@ class VerifyCache(PagedCache):
         if not chosen:
             return
         device = self._pages_NP.device
-        lengths = [stop - start for start, stop in zip(self._starts, self._stops, strict=True)]
-        firsts = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        tokens_A = torch.cat(
-            [torch.arange(firsts[n] + froms[n], firsts[n] + tos[n]) for n in chosen]
-        )
-        tokens_A = tokens_A.to(device)
-        bounds = torch.tensor([0, *[tos[n] - froms[n] for n in chosen]]).cumsum(0)
+        spans = [torch.arange(self._firsts[n] + froms[n], self._firsts[n] + tos[n]) for n in chosen]
+        tokens_A = torch.cat(spans).to(device)
+        bounds = torch.tensor([0, *(len(span) for span in spans)]).cumsum(0)
         cu_seqlens = bounds.to(device, torch.int32)
         chosen_N = torch.tensor(chosen, device=device)
-        for layer_idx, inputs in self._inputs.items():
-            group, windows, states = self._pool.states(layer_idx)
-            pages_N = self._state_pages_GN[group, chosen_N]
-            projected_AC, k_AHK, v_AHV, g_AHK, beta_AH = (x[tokens_A] for x in inputs)
-            windows[pages_N] = _shifted(windows[pages_N], projected_AC, bounds)
-            states[pages_N] = recurrent_kda(
-                k_AHK,  # in the place of queries: outputs are not wanted
-                k_AHK,
-                v_AHV,
-                g_AHK,
-                beta_AH,
-                cu_seqlens=cu_seqlens,
-                initial_state=states[pages_N],
-                impl=self._pool.kda_impl,
-            ).final_state
-
-
-def _shifted(windows_NCX: Tensor, inputs_AC: Tensor, bounds: Tensor) -> Tensor:
-    """The last X inputs of each sequence once its new ones came in."""
-    kept = windows_NCX.shape[-1]
-    # places among a sequence's new inputs; negative ones are still in the old window
-    place_NX = bounds.diff()[:, None] - kept + torch.arange(kept)
-    rows_NX = (place_NX + bounds[:-1, None]).clamp(min=0).to(inputs_AC.device)
-    old_N1X = (place_NX + kept).clamp(max=kept - 1).to(inputs_AC.device)[:, None]
-    old_NCX = windows_NCX.gather(-1, old_N1X.expand_as(windows_NCX))
-    is_new_N1X = (place_NX >= 0).to(inputs_AC.device)[:, None]
-    return torch.where(is_new_N1X, inputs_AC[rows_NX].mT, old_NCX)
+        for layer_idx, (step, inputs) in self._seen.items():
+            group, pool = self._pool.states(layer_idx)
+            kept = DecodeInputs(*(x[tokens_A] for x in inputs))
+            step(kept, pool, self._state_pages_GN[group, chosen_N], cu_seqlens, None)
