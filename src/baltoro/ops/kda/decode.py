@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..impl import choose
+from ..impl import ImplError, choose
 from ..packed import read_boundaries
 from ..rms_norm import gated_rms_norm
 from ..short_conv import short_conv
@@ -135,9 +135,30 @@ def _composed(impl: str) -> _Decode:
     return run
 
 
+def _triton(
+    inputs: DecodeInputs,
+    weights: DecodeWeights,
+    pool: StatePool,
+    slots: Tensor,
+    cu_seqlens: Tensor | None,
+    num_kept: Tensor | None,
+    lower_bound: float | None,
+    norm_eps: float,
+    eps: float,
+) -> Tensor:
+    try:
+        from .triton import decode
+    except ModuleNotFoundError as error:
+        raise ImplError(f"decode_kda: impl='triton' needs triton ({error})") from error
+    return decode.decode_kda(
+        inputs, weights, pool, slots, cu_seqlens, num_kept, lower_bound, norm_eps, eps
+    )
+
+
 _IMPLS: dict[str, _Decode] = {
     "reference": _composed("reference"),
     "torch": _composed("torch"),
+    "triton": _triton,
 }
 
 
