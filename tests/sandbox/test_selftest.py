@@ -27,6 +27,15 @@ def test_a_driver_without_its_tools_is_reported_with_the_remedy(tmp_path):
         assert remedy in result.reason or "needs root" in result.reason
 
 
+def test_firecracker_is_refused_with_all_that_it_lacks(tmp_path, capsys):
+    assert main(["--prefix", str(tmp_path), "selftest", "firecracker"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.startswith("firecracker: cannot run here: firecracker: no program ")
+    assert "no guest kernel" in printed
+    is_real, verdict = probe_kvm()
+    assert is_real or verdict.split(" takes")[0] in printed.splitlines()[0]
+
+
 def test_an_unknown_driver_is_refused(tmp_path):
     with pytest.raises(ValueError, match="driver='docker'"):
         asyncio.run(selftest(tmp_path, ["docker"]))

@@ -81,7 +81,7 @@ def probe_kvm() -> tuple[bool, str]:
     took_ms = float(done.stdout)
     verdict = f"kvm: a loop of 10000 iterations takes {took_ms:.3f} ms"
     if took_ms > MAX_MS:
-        return False, f"{verdict}, hardware needs under {MAX_MS}: it is emulated, use tcg"
+        return False, f"{verdict}, hardware needs under {MAX_MS}: it is emulated; qemu needs none"
     return True, verdict
 
 

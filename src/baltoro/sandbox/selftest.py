@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baltoro.sandbox.criu import Criu
+from baltoro.sandbox.firecracker import Firecracker
 from baltoro.sandbox.gvisor import Gvisor
 from baltoro.sandbox.kvm import probe_kvm
 from baltoro.sandbox.machine import MachineDriver, Mechanism
@@ -31,7 +32,7 @@ from baltoro.sandbox.qemu import Qemu
 from baltoro.sandbox.store import Store
 from baltoro.sandbox.workload import World
 
-DRIVERS = ("process", "gvisor", "criu", "qemu")
+DRIVERS = ("process", "gvisor", "criu", "qemu", "firecracker")
 MEGABYTES = 20
 STORE_BYTES = 8 << 30
 LIMITS = Limits(memory_bytes=512 << 20)
@@ -65,6 +66,7 @@ def machine_drivers(prefix: Path, folder: Path) -> dict[str, Callable[[], Mechan
         "qemu": lambda: Qemu(
             prefix, prefix / "disks", "kvm" if probe_kvm()[0] else "tcg", templates=templates
         ),
+        "firecracker": lambda: Firecracker(prefix, prefix / "disks"),
     }
 
 
