@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Literal
 
 from baltoro.model.config import ModelConfig
 from baltoro.model.counts import flop_counts
@@ -23,6 +24,7 @@ from baltoro.serve.pages import CacheConfig
 from baltoro.serve.pool import PagePool
 from baltoro.serve.prefix import root_hash
 from baltoro.serve.request import FinishReason, NewToken, Request, Sequence
+from baltoro.serve.resident import ResidentBatch
 from baltoro.serve.runner import Runner
 from baltoro.serve.scheduler import Scheduler, SchedulerConfig, StepPlan, Work
 
@@ -43,6 +45,8 @@ class EngineConfig:
     retention_interval: int | None = None  # also keep a state every so many tokens
     num_kept_states: int = 64  # checkpoints that the pool has room for
     speculation: SpeculationConfig | None = None  # None: one token per sequence and step
+    # resident: inputs stay on the device, one CUDA graph a step, computed one step ahead
+    decode: Literal["eager", "resident"] = "eager"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
@@ -51,6 +55,13 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.host_bytes < 0:
             raise ValueError(f"host_bytes={self.host_bytes}: must not be negative")
+        if self.decode not in ("eager", "resident"):
+            raise ValueError(f"decode={self.decode!r}: must be 'eager' or 'resident'")
+        if self.decode == "resident" and self.speculation is not None:
+            raise ValueError(
+                "decode='resident': its steps have one token per sequence and verify no drafts; "
+                "use 'eager' with speculation"
+            )
 
 
 @dataclass(slots=True)
@@ -110,7 +121,10 @@ class Engine:
         self.draft = draft
         self.cache = PrefixCache(cache_config)
         self.scheduler = Scheduler(config.scheduler, self.cache)
-        self.runner = Runner(model, pool)
+        batch = None
+        if config.decode == "resident":
+            batch = ResidentBatch(model, pool, config.scheduler.max_running)
+        self.runner = Runner(model, pool, batch)
         self._clock = clock
         self._num_wrong = 0  # drafted tokens since the last right one
 
@@ -144,6 +158,8 @@ class Engine:
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
             return []
+        if self.config.decode == "resident":
+            self._grow_ahead(plan)
         output = self.runner.run(plan, self.weights_version)
         taken = [_accepted(*pair) for pair in zip(plan.works, output.drawn, strict=True)]
         stops = [
@@ -157,6 +173,7 @@ class Engine:
             self._commit(work.sequence, stop, tokens)
             events += [(work.sequence, token) for token in tokens]
         if self.draft is not None:
+            assert output.mixture is not None
             sizes = [work.end - work.start for work in plan.works]
             rows = zip(plan.works, stops, output.mixture.split(sizes), strict=True)
             self.draft.observe(
@@ -178,15 +195,26 @@ class Engine:
             self.step()
         return sequences
 
+    def check_length(self, num_prompt: int, num_new: int) -> None:
+        """Raise `ValueError` if context or pool have no room for so many tokens."""
+        if num_prompt + num_new > self.model.config.max_seq_len:
+            raise ValueError(
+                f"prompt: {num_prompt} tokens and {num_new} new ones exceed the context of "
+                f"{self.model.config.max_seq_len}; shorten the prompt or lower max_tokens"
+            )
+        self.scheduler.check(num_prompt + num_new)
+
     def update_weights(self, version: str, apply: Callable[[Model], None]) -> None:
         """Let `apply` put new weights into the model, and take them for another model's.
 
-        Running replies go on with the state they have; their later tokens carry the new version.
+        Running replies go on with the state they have; their later tokens carry the new version
+        (but for the next one of each where a step is computed ahead).
         Nothing computed before is ever reused. Raises `ValueError` for the version it has.
         """
         if version == self.weights_version:
             raise ValueError(f"version={version!r}: the engine has it already; give a new one")
         apply(self.model)
+        self.runner.renew()
         self.weights_version = version
         self.cache.forget()
         for sequence in self.scheduler.waiting:
@@ -201,6 +229,14 @@ class Engine:
         running = self.scheduler.running
         decoding = [s for s in running if s.is_decoding and s.num_left > 1]
         return dict(zip(decoding, self.draft.propose(decoding), strict=True))
+
+    def _grow_ahead(self, plan: StepPlan) -> None:
+        """Have a page for the token after the next one, where that is to be had."""
+        for work in plan.works:
+            table = work.sequence.table
+            assert table is not None
+            if work.is_sampled and work.stop == len(table.kv_pages) * self.layout.page_size:
+                self.cache.grow(table, work.stop + 1)
 
     def _settle(self, plan: StepPlan, stops: Series[int]) -> None:
         """Count what drafts brought, and give back the pages of what they got wrong."""
@@ -264,11 +300,7 @@ class Engine:
     def _check(self, request: Request) -> None:
         config = self.model.config
         ids = request.prompt_ids
-        if len(ids) + request.max_new_tokens > config.max_seq_len:
-            raise ValueError(
-                f"prompt: {len(ids)} tokens and {request.max_new_tokens} new ones exceed the "
-                f"context of {config.max_seq_len}; shorten the prompt or lower max_tokens"
-            )
+        self.check_length(len(ids), request.max_new_tokens)
         wrong = next((i for i in ids if not 0 <= i < config.vocab_size), None)
         if wrong is not None:
             raise ValueError(

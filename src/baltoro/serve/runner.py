@@ -5,19 +5,25 @@ functions of the model. `N` rows of logits are drawn: one for each sequence whos
 among those computed, and one for each drafted token. The row behind a draft is drawn as if the
 draft were right, from the noise of its own place in the reply; so what is drawn as long as the
 drafts are right is, token for token, what is drawn without them.
+
+With a resident batch the decoding sequences are computed one step ahead: once a step's tokens are
+drawn, the next step's are computed from where they lie on the device, and only then does the host
+read the former. What was computed ahead for a sequence that ended or lost its pages is dropped.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Series
-from operator import and_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from baltoro.model.model import Model
+from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool, Span, VerifyCache
-from baltoro.serve.request import Constraint, NewToken
-from baltoro.serve.sampler import row_of, sample_rows
+from baltoro.serve.request import Constraint, NewToken, Sequence
+from baltoro.serve.resident import FED, Place, ResidentBatch
+from baltoro.serve.sampler import Drawing, Row, draw, drawing_of, row_of
 from baltoro.serve.scheduler import StepPlan, Work
 
 
@@ -28,30 +34,86 @@ class StepOutput(NamedTuple):
     # none is due; None is a fault of the weights, whose logits are not finite, or of a grammar
     # that lets nothing follow
     drawn: list[list[NewToken | None]]
-    mixture: Tensor  # [T, D] of all new tokens, for the draft
+    mixture: Tensor | None  # [T, D] of all new tokens, for the draft; None from a resident batch
     verify: VerifyCache | None  # of the decodes, if there are drafts
 
 
-class Runner:
-    """A model and the pages that hold its sequences' state."""
+class _Drawn(NamedTuple):
+    """Tokens that were drawn together, on their way to the host."""
 
-    def __init__(self, model: Model, pool: PagePool) -> None:
+    sequences: list[Sequence]  # of each row
+    tables: dict[Sequence, Table | None]  # that they were computed with
+    is_allowed: list[bool]  # by the grammars
+    version: str  # of the weights
+    ids: Tensor  # [N] int64, on the device
+    numbers: Tensor  # [3, N] fp64: id, log-probability, whether logits were finite
+    top: Tensor | None  # [2, N, k] fp64: likeliest ids and their log-probabilities
+    arrival: torch.cuda.Event | None  # None on a CPU
+
+    def read(self) -> list[NewToken | None]:
+        """Wait for them."""
+        if self.arrival is not None:
+            self.arrival.synchronize()
+        tokens: list[NewToken | None] = []
+        for n, (token_id, logprob, is_sound) in enumerate(self.numbers.T.tolist()):
+            if is_sound and self.is_allowed[n]:
+                tokens.append(NewToken(int(token_id), logprob, self.version, self._top(n)))
+            else:
+                tokens.append(None)
+        return tokens
+
+    def _top(self, n: int) -> tuple[tuple[int, float], ...]:
+        count = self.sequences[n].request.num_logprobs
+        if self.top is None or not count:
+            return ()
+        pairs = self.top[:, n, :count].T.tolist()
+        return tuple((int(i), value) for i, value in pairs if value > float("-inf"))
+
+
+class Runner:
+    """A model and the pages that hold its sequences' state.
+
+    With a `batch` no drafts are served.
+    """
+
+    def __init__(self, model: Model, pool: PagePool, batch: ResidentBatch | None = None) -> None:
         self.model = model
         self.pool = pool
+        self.batch = batch
         self.device = model.lm_head.weight.device
+        self._ahead: _Drawn | None = None
+        self._placed: list[tuple[Sequence, Table]] = []  # rows of the batch
+        self._num_pages: list[int] = []  # of each
+        self._drawing: Drawing | None = None  # of these rows, by which they were drawn last
+        self.renew()
+
+    def renew(self) -> None:
+        """The model's weights may have become other tensors; call it before the next step."""
+        if self.batch is not None:
+            self.batch.capture()
+            self._placed = []
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, weights_version: str) -> StepOutput:
-        """Compute all tokens of a plan and draw those that follow."""
+        """Compute all tokens of a plan and draw those that follow.
+
+        Their `weights_version` is that of the weights that they were computed with.
+        """
         self.pool.prepare(plan.ops)
+        parts: list[_Drawn] = []
+        decodes: Series[Work] = plan.decodes
+        if self.batch is not None and decodes:
+            parts.append(self._covered(decodes) or self._launch(decodes, weights_version))
+            decodes = [w for w in decodes if w.sequence not in parts[0].tables]
         hidden, mixtures = [], []
         verify = None
-        if plan.decodes:
-            spans = _spans(plan.decodes)
-            if any(work.draft for work in plan.decodes):
+        if decodes:
+            spans = _spans(decodes)
+            if any(work.draft for work in decodes):
                 verify = VerifyCache(self.pool, spans)
-            cache = verify or PagedCache(self.pool, "decode", spans)
-            hidden_ND, mixture_TD = self._forward(plan.decodes, cache)
+            hidden_ND, mixture_TD = self._forward(
+                decodes, verify or PagedCache(self.pool, "decode", spans)
+            )
             hidden.append(hidden_ND)
             mixtures.append(mixture_TD)
         if plan.prefills:
@@ -59,14 +121,26 @@ class Runner:
             hidden_ND, mixture_TD = self._forward(plan.prefills, cache)
             hidden.append(hidden_ND)
             mixtures.append(mixture_TD)
-        drawn = self._draw(torch.cat(hidden), plan.works, weights_version)
-        return StepOutput(drawn, torch.cat(mixtures), verify)
+        works = [w for w in (*decodes, *plan.prefills) if w.is_sampled]
+        if works:
+            logits_NW = self.model.lm_head(torch.cat(hidden))
+            parts.append(self._draw(logits_NW, works, weights_version))
+        if verify is None:
+            self.pool.capture(plan.ops)
+        self._ahead = self._go_ahead(plan, parts, weights_version)
+        drawn: dict[Sequence, list[NewToken | None]] = {w.sequence: [] for w in plan.works}
+        for part in parts:
+            for sequence, token in zip(part.sequences, part.read(), strict=True):
+                if sequence in part.tables:
+                    drawn[sequence].append(token)
+        return StepOutput(
+            list(drawn.values()), torch.cat(mixtures) if self.batch is None else None, verify
+        )
 
     @torch.inference_mode()
     def keep(self, plan: StepPlan, output: StepOutput, stops: Series[int]) -> None:
-        """Have states that take in each work's tokens up to `stops`, and those to be kept apart."""
+        """With drafts: have states that take in each work's tokens up to `stops`, no others."""
         if output.verify is None:
-            self.pool.capture(plan.ops)
             return
         pairs = list(zip(plan.decodes, stops[: len(plan.decodes)], strict=True))
         counts = [stop - work.start for work, stop in pairs]
@@ -74,6 +148,77 @@ class Runner:
         output.verify.replay([0] * len(pairs), captured)
         self.pool.capture(plan.ops)
         output.verify.replay(captured, counts)
+
+    def _covered(self, decodes: Series[Work]) -> _Drawn | None:
+        """What was computed ahead, as far as it is these works; None if it is none of them."""
+        if self._ahead is None:
+            return None
+        tables = self._ahead.tables
+        covered = {
+            work.sequence: work.sequence.table
+            for work in decodes
+            if work.sequence in tables and tables[work.sequence] is work.sequence.table
+        }
+        return self._ahead._replace(tables=covered) if covered else None
+
+    def _launch(self, works: Series[Work], version: str) -> _Drawn:
+        """The works as rows of the batch, from the host's tokens."""
+        assert self.batch is not None and not any(work.draft for work in works)
+        sequences = [work.sequence for work in works]
+        self._place([(s, s.tokens[s.num_computed]) for s in sequences])
+        drawn = self._draw(self.batch.run(len(works)), works, version)
+        self.batch.feed(drawn.ids)
+        return drawn
+
+    def _go_ahead(self, plan: StepPlan, parts: list[_Drawn], version: str) -> _Drawn | None:
+        """Compute the next token of each sequence that goes on for certain, or of none.
+
+        None goes ahead beside one whose next token depends on what the host makes of the last.
+        """
+        if self.batch is None or not parts:
+            return None
+        size = self.pool.layout.page_size
+        going: list[tuple[Sequence, Table]] = []
+        for work in plan.works:
+            sequence, table = work.sequence, work.sequence.table
+            if not work.is_sampled:
+                continue
+            if sequence.constraint is not None or not sequence.request.penalties.are_off:
+                return None
+            assert table is not None
+            if sequence.num_left > 1 and work.stop < len(table.kv_pages) * size:
+                going.append((sequence, table))
+        if not going:
+            return None
+        if going != self._placed:
+            self.batch.feed(_latest(parts, [sequence for sequence, _ in going]))
+        if going != self._placed or self._num_pages != [len(t.kv_pages) for _, t in going]:
+            self._place([(sequence, FED) for sequence, _ in going])
+        if self._drawing is None:
+            rows = [
+                Row(s.request.sampling, s.request.seed, len(s.new_tokens) + 1) for s, _ in going
+            ]
+            width = self.model.config.vocab_size
+            self._drawing = drawing_of(rows, width, self.device)
+        else:
+            self._drawing.advance()
+        logits_NW = self.batch.run(len(going))
+        drawn = self._drawn(logits_NW, self._drawing, [s for s, _ in going], version)
+        self.batch.feed(drawn.ids)
+        return drawn
+
+    def _place(self, rows: Series[tuple[Sequence, int]]) -> None:
+        """Sequences and the tokens to compute as the batch's rows."""
+        assert self.batch is not None
+        places = []
+        for sequence, token in rows:
+            assert sequence.table is not None
+            position = len(sequence.tokens) if token == FED else sequence.num_computed
+            places.append(Place(sequence.table, position, token))
+        self.batch.place(places)
+        self._placed = [(s, p.table) for (s, _), p in zip(rows, places, strict=True)]
+        self._num_pages = [len(place.table.kv_pages) for place in places]
+        self._drawing = None
 
     def _forward(self, works: Series[Work], cache: PagedCache) -> tuple[Tensor, Tensor]:
         """Hidden states `[N, D]` of the rows to draw, and all mixtures `[T, D]`."""
@@ -111,34 +256,61 @@ class Runner:
                 used += 1
         return torch.stack(rows) if rows else None
 
-    def _draw(
-        self, hidden_ND: Tensor, works: Series[Work], weights_version: str
-    ) -> list[list[NewToken | None]]:
-        places = [(w, j) for w in works if w.is_sampled for j in range(len(w.draft) + 1)]
-        if not places:
-            return [[] for _ in works]
-        logits_NW = self.model.lm_head(hidden_ND).float()
-        is_sound = torch.isfinite(logits_NW).all(-1).tolist()
-        for n, (work, j) in enumerate(places):
-            if j == 0 and work.sequence.constraint is not None:
-                stop = n + len(work.draft) + 1
-                may_follow = _constrain(work.sequence.constraint, work.draft, logits_NW[n:stop])
-                is_sound[n:stop] = map(and_, is_sound[n:stop], may_follow)
-        rows = [row_of(work.sequence, work.draft[:j]) for work, j in places]
-        ids_N, logprobs_NW = sample_rows(logits_NW, rows)
-        ids = ids_N.tolist()
-        logprobs = logprobs_NW.gather(-1, ids_N[:, None]).squeeze(-1).tolist()
-        drawn: dict[Work, list[NewToken | None]] = {work: [] for work in works}
-        for n, (work, _) in enumerate(places):
-            count = min(work.sequence.request.num_logprobs, logprobs_NW.shape[-1])
-            top: tuple[tuple[int, float], ...] = ()
-            if count and is_sound[n]:
-                best = logprobs_NW[n].topk(count)
-                pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                top = tuple((i, value) for i, value in pairs if value > float("-inf"))
-            token = NewToken(ids[n], logprobs[n], weights_version, top)
-            drawn[work].append(token if is_sound[n] else None)
-        return list(drawn.values())
+    def _draw(self, logits_NW: Tensor, works: Series[Work], version: str) -> _Drawn:
+        """What follows each work and each of its drafted tokens."""
+        rows = [row_of(w.sequence, w.draft[:j]) for w in works for j in range(len(w.draft) + 1)]
+        sequences = [w.sequence for w in works for _ in range(len(w.draft) + 1)]
+        drawing = drawing_of(rows, logits_NW.shape[-1], self.device)
+        drafts = {work.sequence: work.draft for work in works}
+        return self._drawn(logits_NW, drawing, sequences, version, drafts)
+
+    def _drawn(
+        self,
+        logits_NW: Tensor,
+        drawing: Drawing,
+        sequences: list[Sequence],
+        version: str,
+        drafts: Mapping[Sequence, Series[int]] | None = None,
+    ) -> _Drawn:
+        """Draw, and send the results on their way to the host; nothing waits for them."""
+        lowest_N = logits_NW.amin(-1)  # NaN if there is one
+        logits_NW = logits_NW.float()
+        is_allowed = [True] * len(sequences)
+        for sequence, draft in (drafts or {}).items():
+            if sequence.constraint is not None:
+                n = sequences.index(sequence)
+                rows = slice(n, n + len(draft) + 1)
+                is_allowed[rows] = _constrain(sequence.constraint, draft, logits_NW[rows])
+        ids_N, logprobs_NW = draw(logits_NW, drawing)
+        logprobs_N = logprobs_NW.gather(-1, ids_N[:, None]).squeeze(-1)
+        is_sound_N = lowest_N.isfinite() & logprobs_N.isfinite()
+        numbers = _sent(torch.stack([ids_N.double(), logprobs_N.double(), is_sound_N.double()]))
+        most = max(sequence.request.num_logprobs for sequence in sequences)
+        top = None
+        if most:
+            best = logprobs_NW.topk(min(most, logprobs_NW.shape[-1]))
+            top = _sent(torch.stack([best.indices.double(), best.values.double()]))
+        arrival = torch.cuda.Event() if self.device.type == "cuda" else None
+        if arrival is not None:
+            arrival.record()
+        tables = {sequence: sequence.table for sequence in sequences}
+        return _Drawn(sequences, tables, is_allowed, version, ids_N, numbers, top, arrival)
+
+
+def _sent(x: Tensor) -> Tensor:
+    """A copy on the host, which has arrived once the stream is through."""
+    if not x.is_cuda:
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _latest(parts: Series[_Drawn], sequences: Series[Sequence]) -> Tensor:
+    """The last ids drawn for `sequences`, `[N]` on the device."""
+    rows = [sequence for part in parts for sequence in part.sequences]
+    place = {sequence: n for n, sequence in enumerate(rows)}
+    ids = torch.cat([part.ids for part in parts])
+    chosen = torch.tensor([place[sequence] for sequence in sequences])
+    return ids[chosen.to(ids.device, non_blocking=True)]
 
 
 def _constrain(constraint: Constraint, draft: Series[int], logits_NW: Tensor) -> list[bool]:

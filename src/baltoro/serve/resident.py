@@ -1,0 +1,150 @@
+"""The decoding sequences' inputs at fixed places on the device, so that a step is one CUDA graph.
+
+A row holds one sequence: the token to compute, its position, the sequence's state slots and its
+pages. A launch computes the rows' tokens and moves every position on by one, so the next one needs
+nothing but the tokens that were drawn. There is a graph for each number of rows in `ladder`; rows
+beyond those in use read and write slot 0 and page 0, which are nobody's. On a CPU the same rows go
+through the same model call, without a graph.
+
+G is the groups of KDA layers that share a page, P the pages of a sequence.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baltoro.model.model import Model
+from baltoro.serve.pages import Table
+from baltoro.serve.pool import PagedCache, PagePool
+
+FED = -1  # in the place of a token: the one that was fed from the device
+WARM_UPS = 2  # calls before a capture: kernels are built, libraries choose theirs
+
+
+class Place(NamedTuple):
+    """A row's sequence: its pages, the token to compute and its position."""
+
+    table: Table
+    position: int
+    token: int  # or `FED`
+
+
+def ladder(max_rows: int) -> tuple[int, ...]:
+    """Numbers of rows that have a graph: powers of two, and the largest."""
+    sizes = [1 << power for power in range(max_rows.bit_length()) if 1 << power < max_rows]
+    return (*sizes, max_rows)
+
+
+class _RowCache(PagedCache):
+    """The pages of the first `size` rows, read from the batch's own tensors."""
+
+    def __init__(self, batch: "ResidentBatch", size: int) -> None:
+        positions_N = batch.positions[:size]
+        page_size = batch.pool.layout.page_size
+        self.form = "decode"
+        self._pool = batch.pool
+        self._state_pages_GN = batch.slots[:, :size]
+        self._pages_NP = batch.page_table[:size]
+        self._lengths_N = (positions_N + batch.is_used[:size]).to(torch.int32)
+        places_N1 = (positions_N // page_size)[:, None]
+        self._new_pages_T = self._pages_NP.gather(1, places_N1).squeeze(1).long()
+        self._new_rows_T = positions_N % page_size
+
+
+class ResidentBatch:
+    """Up to `max_rows` decoding sequences of a model whose state is in `pool`."""
+
+    def __init__(self, model: Model, pool: PagePool, max_rows: int) -> None:
+        device = pool.pages.device
+        max_pages = -(-model.config.max_seq_len // pool.layout.page_size)
+        self.model = model
+        self.pool = pool
+        self.sizes = ladder(max_rows)
+        self.tokens = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.is_used = torch.zeros(max_rows, dtype=torch.int64, device=device)  # 0 or 1
+        num_groups = len(pool.layout.state_groups)
+        self.slots = torch.zeros((num_groups, max_rows), dtype=torch.int32, device=device)
+        self.page_table = torch.zeros((max_rows, max_pages), dtype=torch.int32, device=device)
+        self._cu_seqlens = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._captured: tuple[int, ...] = ()  # addresses of the weights that the graphs read
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """On a GPU: make the graphs, unless those there read the model's present weights.
+
+        What the rows held is lost.
+        """
+        device = self.pool.pages.device
+        addresses = tuple(tensor.data_ptr() for tensor in self.model.parameters())
+        if device.type != "cuda" or addresses == self._captured:
+            return
+        self._graphs = {}
+        for tensor in (self.tokens, self.positions, self.is_used, self.slots, self.page_table):
+            tensor.zero_()
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):  # the largest first: others fit into its memory
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UPS):
+                    self._compute(size)
+            torch.cuda.current_stream(device).wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits_NW = self._compute(size)
+            self._graphs[size] = (graph, logits_NW)
+        self._captured = addresses
+
+    @torch.inference_mode()
+    def place(self, places: Sequence[Place]) -> None:
+        """Put sequences into the first rows and leave the others empty."""
+        num_groups, max_pages = len(self.slots), max(len(p.table.kv_pages) for p in places)
+        size = self._size(len(places))
+        rows = [
+            [
+                place.token,
+                place.position,
+                1,
+                *place.table.state_pages,
+                *place.table.kv_pages,
+                *([0] * (max_pages - len(place.table.kv_pages))),
+            ]
+            for place in places
+        ]
+        empty = [0] * (3 + num_groups + max_pages)
+        packed = torch.tensor(rows + [empty] * (size - len(rows)), dtype=torch.int32)
+        packed = packed.to(self.tokens.device, non_blocking=True)
+        self.tokens[:size] = torch.where(packed[:, 0] < 0, self.tokens[:size], packed[:, 0])
+        self.positions[:size] = packed[:, 1]
+        self.is_used[:size] = packed[:, 2]
+        self.slots[:, :size] = packed[:, 3 : 3 + num_groups].T
+        self.page_table[:size, :max_pages] = packed[:, 3 + num_groups :]
+
+    @torch.inference_mode()
+    def feed(self, ids: Tensor) -> None:
+        """Have the first rows compute these tokens `[N]` int64 next."""
+        self.tokens[: len(ids)] = ids
+
+    @torch.inference_mode()
+    def run(self, count: int) -> Tensor:
+        """Compute the tokens of the first `count` rows; logits `[count, W]`, until the next run."""
+        size = self._size(count)
+        if not self._graphs:
+            return self._compute(size)[:count]
+        graph, logits_NW = self._graphs[size]
+        graph.replay()
+        return logits_NW[:count]
+
+    def _size(self, count: int) -> int:
+        return next(size for size in self.sizes if size >= count)
+
+    def _compute(self, size: int) -> Tensor:
+        cache = _RowCache(self, size)
+        output = self.model(self.tokens[:size], self._cu_seqlens[: size + 1], cache)
+        logits_NW = self.model.lm_head(output.hidden)
+        self.positions[:size] += self.is_used[:size]
+        return logits_NW
