@@ -301,7 +301,7 @@ class Criu:
         (home / "work").mkdir()
         (home / "root").mkdir()
         command = [self._cell, ":".join(map(str, lowers)), str(home / "upper"), str(home / "work")]
-        command += [str(home / "root"), self._agent, str(group.freezer / "cgroup.procs")]
+        command += [str(home / "root"), self._agent, str(group.freezer / group.door)]
         command += [str(last_pid), str(await self._kernel_data())]
         return int(await run_output(group.entering(command)))
 
