@@ -4,7 +4,7 @@ The release's `config.json` is translated into these records by `baltoro.checkpo
 model never sees its key names. Nothing here imports torch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Mixer = Literal["kda", "mla"]
@@ -254,3 +254,12 @@ class ModelConfig:
             pad,
             f"must be None or below vocab_size={self.vocab_size}",
         )
+
+
+def gpu_impl(model: ModelConfig) -> ImplConfig:
+    """The operators of a bf16 run on an NVIDIA GPU: kernels wherever they serve the model."""
+    kda = model.kda
+    has_kernels = kda.head_dim in (64, 128) and kda.gate_lower_bound is not None
+    return replace(
+        ImplConfig.all("triton"), kda="triton" if has_kernels else "torch", attention="flash"
+    )

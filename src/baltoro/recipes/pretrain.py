@@ -10,7 +10,7 @@ from rich.console import Console
 
 from baltoro import config as plain
 from baltoro.config import replace
-from baltoro.model.config import ImplConfig, ModelConfig
+from baltoro.model.config import gpu_impl
 from baltoro.model.counts import parameter_counts
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
@@ -63,20 +63,15 @@ def pretrain_config(
             num_microbatches=max(1, batch // rung.max_microbatch),
             stages=ladder.context_stages(rung.seq_len),
         ),
-        optim=OptimConfig(newton_schulz_dtype="bfloat16" if is_gpu else "float32"),
+        optim=OptimConfig(
+            newton_schulz_dtype="bfloat16" if is_gpu else "float32",
+            newton_schulz_wide_impl="triton" if is_gpu else "torch",
+        ),
         schedule=ScheduleConfig(
             kind=schedule, num_steps=num_steps, peak=peak, floor=peak / 10, warmup_fraction=0.01
         ),
         step=StepConfig(qk_clip_every=10 if is_gpu else 5, recompute=rung.recompute),
         run=RunConfig(eval_every=look_up, save_every=look_up),
-    )
-
-
-def gpu_impl(model: ModelConfig) -> ImplConfig:
-    """The operators of a bf16 run on an NVIDIA GPU: kernels wherever they serve its head width."""
-    kda = "triton" if model.kda.head_dim in (64, 128) else "torch"
-    return dataclasses.replace(
-        ImplConfig.all("triton"), kda=kda, kda_decode="torch", attention="flash"
     )
 
 

@@ -84,17 +84,22 @@ class PagePool:
             self.host_pages[target].copy_(self.pages[source])
         for source, target in ops.loads:
             self.pages[target].copy_(self.host_pages[source])
-        for source, target in ops.copies:
-            self.pages[target].copy_(self.pages[source])
-            if len(self.draft_latents):
-                self.draft_latents[target].copy_(self.draft_latents[source])
+        _copy_pages(self.pages, ops.copies)
+        if len(self.draft_latents):
+            _copy_pages(self.draft_latents, ops.copies)
         for page in ops.resets:
             self.pages[page].zero_()
 
     def capture(self, ops: PageOps) -> None:
         """The movements after it: states at a boundary into pages that nobody writes again."""
-        for source, target in ops.captures:
-            self.pages[target].copy_(self.pages[source])
+        _copy_pages(self.pages, ops.captures)
+
+
+def _copy_pages(pages: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy pages `(from, to)` in one launch; none is both."""
+    if pairs:
+        sources, targets = zip(*pairs, strict=True)
+        torch._foreach_copy_([pages[i] for i in targets], [pages[i] for i in sources])
 
 
 class Span(NamedTuple):
