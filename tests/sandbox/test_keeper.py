@@ -230,6 +230,52 @@ def test_a_snapshot_is_taken_up_again_although_its_origin_went_on(tmp_path):
     run_keeper(tmp_path, body)
 
 
+def test_snapshots_that_lie_unused_are_packed_beside_the_running_keeper(tmp_path):
+    async def body(keeper, host, image):
+        name = await keeper.create(image, Limits(), Net())
+        snapshot = await keeper.store_away(name)
+        packed = []
+        keeper.store.untidy = lambda unused_s, max_layers: ([snapshot, "evicted"], [snapshot])
+        keeper.store.pack, keeper.store.flatten = packed.append, keeper.store.get
+        await keeper.tick()
+        await keeper.close()
+        assert packed == [snapshot, "evicted"]
+        keeper.store.flatten = keeper.store.pack = keeper.store.get
+        await keeper.tick()
+        await keeper.close()
+        assert 'failures_total{stage="tidy"} 1' in keeper.metrics()
+
+    run_keeper(tmp_path, body)
+
+
+def test_metrics_are_what_prometheus_reads(tmp_path):
+    """Every sample has a type that was told once, above it; counters count, summaries sum up."""
+
+    async def body(keeper, host, image):
+        name = await keeper.create(image, Limits(), Net())
+        await keeper.checkpoint(name)
+        await keeper.fork(name, 1)
+        kinds: dict[str, str] = {}
+        values = {}
+        for line in keeper.metrics().splitlines():
+            if line.startswith("# TYPE "):
+                _, _, metric, kind = line.split()
+                assert metric not in kinds
+                kinds[metric] = kind
+                continue
+            sample, value = line.rsplit(" ", 1)
+            metric = sample.partition("{")[0]
+            base = metric.removesuffix("_sum").removesuffix("_count")
+            assert kinds[base if kinds.get(base) == "summary" else metric]
+            values[sample] = float(value)
+        assert values['baltoro_sandboxes{place="running"}'] == 2
+        assert values["baltoro_sandbox_checkpoint_seconds_count"] == 2
+        assert 0 < values["baltoro_sandbox_frozen_seconds_total"] < 5
+        assert values["baltoro_sandbox_snapshots"] == 2
+
+    run_keeper(tmp_path, body)
+
+
 def test_policies_that_contradict_themselves_are_refused():
     with pytest.raises(ValueError, match="max_dumps=0"):
         KeeperPolicy(max_dumps=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -189,6 +190,28 @@ def test_a_snapshot_carries_its_place_in_the_trajectory(tmp_path):
         assert again.limits.max_processes == 99
 
     run_with_sandbox(tmp_path, body, Limits(max_processes=99))
+
+
+def test_a_snapshot_that_finds_no_room_lets_the_sandbox_go_on(tmp_path, monkeypatch):
+    async def body(driver, sandbox):
+        await sandbox.write("file", b"kept")
+        driver.store.quota_bytes = 1
+        with pytest.raises(SnapshotError, match="quota_bytes=1"):
+            await sandbox.snapshot(mode="stop")
+        driver.store.quota_bytes = 1 << 30
+
+        def seal(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "seal_tree", seal)
+            with pytest.raises(SandboxError, match="disk is full"):
+                await sandbox.snapshot()
+        assert (sandbox.state, await sandbox.read("file")) == ("running", b"kept")
+        assert driver.store.ids() == []
+        assert driver.store.recover() == []
+
+    run_with_sandbox(tmp_path, body)
 
 
 def test_an_endless_command_is_killed_and_named(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 
 from baltoro.sandbox.chunks import MAX_PAGES, PAGE_BYTES, cut
 from baltoro.sandbox.manifest import check_fits
-from baltoro.sandbox.protocol import LimitError, Limits, SandboxError, SnapshotError
+from baltoro.sandbox.protocol import Limits, SandboxError, SnapshotError
 from baltoro.sandbox.store import Draft, Store
 
 FIELDS = {
@@ -214,14 +214,15 @@ def test_a_full_disk_is_named_and_what_was_committed_stays(small_store):
     filler = store.root / "filler"
     with pytest.raises(OSError, match="No space") as caught, filler.open("wb") as out:
         out.write(bytes(8 << 20))
-    assert "delete snapshots" in str(store.full_disk(caught.value))
-    with pytest.raises(LimitError, match="disk is full"):
+    assert "delete snapshots" in str(store.named(caught.value, "a draft"))
+    with pytest.raises(SandboxError, match="disk is full"):
         store.commit(draft, **FIELDS)
-    with pytest.raises(LimitError, match="disk is full"):
+    with pytest.raises(SandboxError, match="disk is full"):
         store.pack(kept.id)
     assert store.ids() == [kept.id]
     filler.unlink()
-    assert store.full_disk(SandboxError("of another kind")) is None
+    other = SandboxError("of another kind")
+    assert store.named(other, "a draft") is other
     assert store.pack(kept.id) == 128 * PAGE_BYTES
     assert (store.memory_path(kept.id) / "pages.img").read_bytes() == pages(1)
     assert store.recover() == []
@@ -275,7 +276,7 @@ def test_the_quota_evicts_by_last_use_and_spares_pins(tmp_path):
     store.pin(c.id)
     with pytest.raises(SnapshotError, match="in use"):
         store.delete(a.id)
-    with pytest.raises(LimitError, match="quota_bytes"):
+    with pytest.raises(SnapshotError, match="quota_bytes"):
         store.commit(filled(store, pages(4)), **FIELDS)
     assert sorted(store.ids()) == sorted([a.id, c.id])
     store.close()

@@ -16,6 +16,7 @@ one small on disk. One `runsc` process per machine stays; nothing else.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -55,22 +56,28 @@ class GvisorMachine:
         self._mechanism = mechanism
         self._id = sandbox_id
         self._home = home
+        self._is_paused = False
 
     async def freeze(self) -> None:
         await self._call("pause", self._id)
+        self._is_paused = True
 
     async def thaw(self) -> None:
-        await self._call("resume", self._id)
+        if self._is_paused:  # a running one refuses
+            await self._call("resume", self._id)
+            self._is_paused = False
 
     async def dump(self, draft: Draft, *, is_frozen: bool, is_last: bool) -> Mapping[str, str]:
         if is_frozen:  # a paused sentry refuses to dump; the quiet agent shows nothing meanwhile
             await self.thaw()
         words = ["checkpoint", f"--image-path={draft.memory}", *self._mechanism.dump_flags]
-        if not is_last:
-            words.append("--leave-running")
+        words.append("--leave-running")  # also if it is the last, which may not find room
         try:
             await self._call(*words, self._id)
         except SandboxError as error:
+            if is_frozen:
+                with contextlib.suppress(SandboxError):  # it may be gone
+                    await self.freeze()
             raise SnapshotError(f"sandbox {self._id}: {error}") from error
         if is_frozen and not is_last:
             await self.freeze()

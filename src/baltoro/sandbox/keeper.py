@@ -10,6 +10,7 @@ had none as lost.
     idle store_after_s, or memory below min_available_bytes (longest idle first)   -> stored
     use                           -> running
     time to live over             -> stored (or destroyed, if the policy says so)
+    snapshot unused tidy_after_s  packed into chunks and flattened, in a thread of its own
 """
 
 import asyncio
@@ -37,6 +38,7 @@ from baltoro.sandbox.store import Store
 
 Place = Literal["running", "frozen", "stored"]
 T = TypeVar("T")
+MAX_LAYERS = 4  # of a snapshot that is tidied
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +51,7 @@ class KeeperPolicy:
     max_dumps: int = 1  # at the same time; each takes a core and memory bandwidth
     ttl_s: float | None = 3600.0  # since the last use; None: for ever
     ttl_action: Literal["store", "destroy"] = "store"
+    tidy_after_s: float = 300.0  # of a snapshot, unused; to wake it then takes a little longer
 
     def __post_init__(self) -> None:
         if self.max_dumps < 1:
@@ -109,6 +112,7 @@ class Keeper:
         self._kept: dict[str, Kept] = {}
         self._counts: Counter[str] = Counter()
         self._seconds: dict[str, float] = defaultdict(float)
+        self._tidying: asyncio.Task[None] | None = None
 
     async def adopt(self) -> list[str]:
         """Take over from a dead keeper: clean up after its driver, read its journal.
@@ -230,6 +234,8 @@ class Keeper:
                     if kept.sandbox is not None and not kept.num_users:
                         await kept.sandbox.pause()
                         kept.place = "frozen"
+        if self._tidying is None or self._tidying.done():
+            self._tidying = asyncio.create_task(asyncio.to_thread(self._tidy))
 
     async def run(self, interval_s: float = 1.0) -> None:
         """Tick until cancelled."""
@@ -242,6 +248,8 @@ class Keeper:
         for kept in list(self._kept.values()):
             async with kept.turn:
                 await self._store_away(kept, None)
+        if self._tidying is not None:
+            await self._tidying
         await self.driver.close()
 
     def place(self, name: str) -> Place:
@@ -258,17 +266,35 @@ class Keeper:
         lines = ["# TYPE baltoro_sandboxes gauge"]
         for place in ("running", "frozen", "stored"):
             lines.append(f'baltoro_sandboxes{{place="{place}"}} {places[place]}')
-        for verb in ("create", "checkpoint", "restore", "fork"):
+        verbs = ("create", "checkpoint", "restore", "fork", "tidy")
+        for verb in verbs[:-1]:
             lines.append(f"# TYPE baltoro_sandbox_{verb}_seconds summary")
             lines.append(f"baltoro_sandbox_{verb}_seconds_sum {self._seconds[verb]:.6f}")
             lines.append(f"baltoro_sandbox_{verb}_seconds_count {self._counts[verb]}")
+        lines.append("# TYPE baltoro_sandbox_failures_total counter")
+        for verb in verbs:
             failures = self._counts[f"{verb}!"]
             lines.append(f'baltoro_sandbox_failures_total{{stage="{verb}"}} {failures}')
         usage = self.store.usage()
-        lines.append(f"baltoro_sandbox_wrong_prefix_total {self._counts['wrong_prefix']}")
-        lines.append(f"baltoro_sandbox_memory_bytes_dumped {usage.logical_bytes}")
-        lines.append(f"baltoro_sandbox_bytes_stored {usage.stored_bytes}")
+        for name, kind, value in (
+            ("wrong_prefix_total", "counter", self._counts["wrong_prefix"]),
+            ("frozen_seconds_total", "counter", round(self._seconds["frozen"], 6)),
+            ("memory_bytes_dumped", "gauge", usage.logical_bytes),
+            ("bytes_stored", "gauge", usage.stored_bytes),
+            ("snapshots", "gauge", usage.num_snapshots),
+        ):
+            lines += [f"# TYPE baltoro_sandbox_{name} {kind}", f"baltoro_sandbox_{name} {value}"]
         return "\n".join(lines) + "\n"
+
+    def _tidy(self) -> None:
+        """Pack and flatten what was not used for long. What fails is counted and tried again."""
+        to_pack, to_flatten = self.store.untidy(self.policy.tidy_after_s, MAX_LAYERS)
+        for work, snapshots in ((self.store.pack, to_pack), (self.store.flatten, to_flatten)):
+            for snapshot in snapshots:
+                try:
+                    work(snapshot)
+                except SandboxError:  # evicted meanwhile, or the disk is full
+                    self._counts["tidy!"] += 1
 
     async def _wake(self, kept: Kept, binding: Binding | None) -> Sandbox:
         if kept.sandbox is None:
@@ -306,6 +332,7 @@ class Keeper:
             snapshot = await self._timed(
                 "checkpoint", kept.sandbox.snapshot(mode, kept.snapshot, binding)
             )
+        self._seconds["frozen"] += kept.sandbox.frozen_s
         old = kept.snapshot
         self.store.pin(snapshot)
         kept.snapshot = snapshot

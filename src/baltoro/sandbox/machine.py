@@ -6,10 +6,11 @@ file owns what they share: commands and files through the agent's channel, the o
 """
 
 import asyncio
+import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -52,8 +53,8 @@ class Machine(Protocol):
     async def dump(self, draft: Draft, *, is_frozen: bool, is_last: bool) -> Mapping[str, str]:
         """Write one moment of memory and files into the draft; returns notes for `revive`.
 
-        Afterwards the machine is as frozen as it was, or gone if `is_last`. `SnapshotError` if the
-        mechanism failed; the machine then goes on.
+        Afterwards the machine is as frozen as it was; if `is_last` it stands, or runs unheard,
+        until its end or a thaw. `SnapshotError` if the mechanism failed; the machine then goes on.
         """
 
     async def end(self) -> None:
@@ -106,7 +107,7 @@ class MachineSandbox:
         self.machine = machine
         self.parent = parent
         self.gate: Gate | None = None  # the way to the hosts it may reach, if any
-        self.frozen_s = 0.0  # of the last snapshot: how long programs stood still
+        self.frozen_s = 0.0
         self._driver = driver
         self._turn = asyncio.Lock()  # pause, resume, snapshot and destroy do not overlap
 
@@ -144,8 +145,7 @@ class MachineSandbox:
         async with self._turn:
             self._check_alive()
             if self.state == "paused":
-                await self.machine.thaw()
-                await self._go_on()
+                await self._thaw()
                 self.state = "running"
 
     async def snapshot(
@@ -163,7 +163,7 @@ class MachineSandbox:
             try:
                 notes = await self.machine.dump(draft, is_frozen=is_frozen, is_last=is_last)
             except (SandboxError, OSError) as error:
-                named = store.full_disk(error) or _named(error, self.id)
+                named = store.named(error, f"sandbox {self.id}: its machine failed")
                 store.abandon(draft)
                 if not is_frozen:
                     await self._go_on()
@@ -171,18 +171,23 @@ class MachineSandbox:
             self.frozen_s = time.monotonic() - start
             if not is_frozen and not is_last:
                 await self._go_on()
-            manifest = await asyncio.to_thread(
-                store.commit,
-                draft,
-                driver=self._driver.name,
-                driver_version=await self._driver.mechanism.version(),
-                image_root=str(self.image.root),
-                limits=self.limits,
-                parent=parent or self.parent,
-                base_layers=self.machine.base_layers,
-                binding=binding,
-                notes={**notes, **self._own_notes()},
-            )
+            try:
+                manifest = await asyncio.to_thread(
+                    store.commit,
+                    draft,
+                    driver=self._driver.name,
+                    driver_version=await self._driver.mechanism.version(),
+                    image_root=str(self.image.root),
+                    limits=self.limits,
+                    parent=parent or self.parent,
+                    base_layers=self.machine.base_layers,
+                    binding=binding,
+                    notes={**notes, **self._own_notes()},
+                )
+            except SandboxError:
+                if is_last:  # the store has no room: it goes on as it was
+                    await (self.machine.freeze() if is_frozen else self._thaw())
+                raise
             if is_last:
                 await self._end()
             return manifest.id
@@ -219,6 +224,10 @@ class MachineSandbox:
         if self.gate is not None:
             await self.gate.hold()
         await self.machine.channel.quiet()
+
+    async def _thaw(self) -> None:
+        await self.machine.thaw()
+        await self._go_on()
 
     async def _go_on(self) -> None:
         await self.machine.channel.go_on()
@@ -279,6 +288,11 @@ class MachineDriver:
         manifest = self.store.get(snapshot_id)
         version = await self.mechanism.version()
         check_fits(manifest, self.name, version, is_same_host=self.mechanism.is_bound_to_host)
+        if not Path(manifest.image_root).is_dir():
+            raise ImageError(
+                f"image.root={manifest.image_root!r}: no such folder, and snapshot {snapshot_id!r}"
+                " lies over it; put the same image there, or restore where it is"
+            )
         self.store.lend(snapshot_id)
         branches: list[MachineSandbox] = []
         try:
@@ -323,16 +337,8 @@ class MachineDriver:
 
     async def _boot(self, image: Image, limits: Limits, net: Net) -> MachineSandbox:
         sandbox_id = self._new_home()
-        try:
-            machine = await self.mechanism.boot(sandbox_id, self.root / sandbox_id, image, limits)
-        except OSError as error:
-            await self._remove_home(sandbox_id)
-            raise _named(error, sandbox_id) from error
-        except BaseException:
-            await self._remove_home(sandbox_id)
-            raise
-        finally:
-            self._starting.discard(sandbox_id)
+        async with self._making(sandbox_id) as home:
+            machine = await self.mechanism.boot(sandbox_id, home, image, limits)
         sandbox = MachineSandbox(self, sandbox_id, image, limits, machine)
         self._sandboxes[sandbox_id] = sandbox
         if net.allowed_hosts:
@@ -345,17 +351,8 @@ class MachineDriver:
 
     async def _revive(self, manifest: Manifest, memory: Path, layers: list[Path]) -> MachineSandbox:
         sandbox_id = self._new_home()
-        home = self.root / sandbox_id
-        try:
+        async with self._making(sandbox_id) as home:
             machine = await self.mechanism.revive(sandbox_id, home, manifest, memory, layers)
-        except OSError as error:
-            await self._remove_home(sandbox_id)
-            raise _named(error, sandbox_id) from error
-        except BaseException:
-            await self._remove_home(sandbox_id)
-            raise
-        finally:
-            self._starting.discard(sandbox_id)
         image = Image(root=Path(manifest.image_root))
         sandbox = MachineSandbox(self, sandbox_id, image, manifest.limits, machine, manifest.id)
         self._sandboxes[sandbox_id] = sandbox
@@ -378,17 +375,22 @@ class MachineDriver:
         (self.root / sandbox_id).mkdir(mode=0o755)
         return sandbox_id
 
-    async def _remove_home(self, sandbox_id: str) -> None:
+    @contextlib.asynccontextmanager
+    async def _making(self, sandbox_id: str) -> AsyncIterator[Path]:
+        """The folder of a machine that is about to be; nothing is left if it comes to nothing."""
         home = self.root / sandbox_id
-        await self.mechanism.sweep(sandbox_id, home)
-        await asyncio.to_thread(shutil.rmtree, home)
-
-
-def _named(error: SandboxError | OSError, sandbox_id: str) -> SandboxError:
-    """A host's error, as when a process of the mechanism is killed, in the driver's words."""
-    if isinstance(error, SandboxError):
-        return error
-    return SandboxError(f"sandbox {sandbox_id}: its machine failed: {error}")
+        try:
+            yield home
+        except BaseException as error:
+            await self.mechanism.sweep(sandbox_id, home)
+            await asyncio.to_thread(shutil.rmtree, home)
+            if isinstance(error, OSError):
+                raise self.store.named(
+                    error, f"sandbox {sandbox_id}: its machine failed"
+                ) from error
+            raise
+        finally:
+            self._starting.discard(sandbox_id)
 
 
 def _inside(path: str) -> str:

@@ -55,6 +55,7 @@ class ProcessSandbox:
         self.image = image
         self.limits = limits
         self.parent: str | None = None
+        self.frozen_s = 0.0
         self.home = driver.root / sandbox_id
         self.files = self.home / "files"
         self._driver = driver
@@ -151,18 +152,27 @@ class ProcessSandbox:
         self._check_alive()
         store = self._driver.store
         was_running = self.state == "running"
+        start = time.monotonic()
         await self.pause()
         draft = store.begin()
-        sealed = await asyncio.to_thread(seal_tree, self.files, draft.files, self._sealed)
-        manifest = store.commit(
-            draft,
-            driver=self._driver.name,
-            driver_version=VERSION,
-            image_root=str(self.image.root),
-            limits=self.limits,
-            parent=parent or self.parent,
-            binding=binding,
-        )
+        try:
+            sealed = await asyncio.to_thread(seal_tree, self.files, draft.files, self._sealed)
+            self.frozen_s = time.monotonic() - start
+            manifest = store.commit(
+                draft,
+                driver=self._driver.name,
+                driver_version=VERSION,
+                image_root=str(self.image.root),
+                limits=self.limits,
+                parent=parent or self.parent,
+                binding=binding,
+            )
+        except (OSError, SandboxError) as error:
+            named = store.named(error, f"sandbox {self.id}: snapshot")
+            store.abandon(draft)
+            if was_running:
+                await self.resume()
+            raise named from error
         self._sealed = sealed
         if mode == "stop":
             await self.destroy()

@@ -30,7 +30,10 @@ class ImageError(SandboxError):
 
 
 class LimitError(SandboxError):
-    """A time, output, disk or quota limit was hit; the sandbox itself is unharmed."""
+    """The sandbox hit one of its own limits: time, output, memory, files, processes.
+
+    Its doing, not the machine's. It goes on, unless the message says that it is gone.
+    """
 
 
 class SnapshotError(SandboxError):
@@ -166,6 +169,7 @@ class Sandbox(Protocol):
 
     id: str
     state: State
+    frozen_s: float  # of the last snapshot: how long its programs stood still
 
     async def start(self, command: Command) -> Process:
         """Run a command without waiting. `ImageError` if the image lacks the program."""

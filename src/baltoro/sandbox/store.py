@@ -29,7 +29,7 @@ from pathlib import Path
 
 from baltoro.sandbox.chunks import Chunks
 from baltoro.sandbox.manifest import Manifest, Manifests, MemoryFile, host_fingerprint
-from baltoro.sandbox.protocol import Binding, LimitError, Limits, SandboxError, SnapshotError
+from baltoro.sandbox.protocol import Binding, Limits, SandboxError, SnapshotError
 from baltoro.sandbox.tree import merge_layers, remove_tree, remove_whole, sync_tree, tree_bytes
 
 FULL_BYTES = 1 << 20  # a disk with less room than this is full
@@ -131,8 +131,8 @@ class Store:
     ) -> Manifest:
         """Make a draft a snapshot. Its files half becomes a layer on top of `base_layers`.
 
-        Raises `LimitError` (and removes the draft) if the quota cannot be met by evicting or the
-        disk is full.
+        Raises `SnapshotError` (and removes the draft) if the quota cannot be met by evicting, and
+        `SandboxError` if the disk is full.
         """
         memory = tuple(
             MemoryFile(name=str(path.relative_to(draft.memory)), size=path.stat().st_size)
@@ -163,7 +163,7 @@ class Store:
                 sync_tree(self._payload(draft.id))
             self._write(manifest)
         except OSError as error:
-            named = self._named(error)
+            named = self.named(error, f"snapshot {draft.id}: commit")
             self.abandon(draft)
             raise named from error
         with self._turn:
@@ -183,8 +183,9 @@ class Store:
                 for item in manifest.memory:
                     self._chunks.assemble(item.chunks or (), work / item.name)
             except OSError as error:
+                named = self.named(error, f"snapshot {snapshot_id}: reading it from chunks")
                 shutil.rmtree(work, ignore_errors=True)
-                raise self._named(error) from error
+                raise named from error
             work.rename(folder)
         return folder
 
@@ -195,7 +196,7 @@ class Store:
     def pack(self, snapshot_id: str) -> int:
         """Move the memory half into chunks; returns the bytes that were not yet stored.
 
-        One at a time. `LimitError` if the disk is full; the snapshot is then as it was.
+        One at a time. `SandboxError` if the disk is full; the snapshot is then as it was.
         """
         self.lend(snapshot_id)
         manifest = self._manifests[snapshot_id]
@@ -212,7 +213,7 @@ class Store:
             if tuple(packed) != manifest.memory:
                 self._write(replace(manifest, memory=tuple(packed)))
         except OSError as error:
-            raise self._named(error) from error
+            raise self.named(error, f"snapshot {snapshot_id}: packing") from error
         finally:
             self._chunks.settle()
             self.give_back(snapshot_id)
@@ -235,7 +236,7 @@ class Store:
                     return self.abandon(draft)
                 self._write(replace(manifest, layers=(draft.id,)))
         except OSError as error:
-            named = self._named(error)
+            named = self.named(error, f"snapshot {snapshot_id}: flattening")
             self.abandon(draft)
             raise named from error
         with self._turn:
@@ -301,16 +302,16 @@ class Store:
             num_chunks=num_chunks,
         )
 
-    def full_disk(self, error: Exception) -> LimitError | None:
-        """The error to raise in another's place if the disk is full. Ask before `abandon`."""
+    def named(self, error: OSError | SandboxError, what: str) -> SandboxError:
+        """The error to raise when `what` failed, which may be for a full disk. Before `abandon`."""
         disk = os.statvfs(self.root)
         is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not is_full and disk.f_bavail * disk.f_frsize >= FULL_BYTES:
-            return None
-        return LimitError(
-            f"store {self.root}: its disk is full ({error}); delete snapshots, give it a bigger"
-            f" disk or a smaller quota than {self.quota_bytes} bytes"
-        )
+        if is_full or disk.f_bavail * disk.f_frsize < FULL_BYTES:
+            return SandboxError(
+                f"{what}: the disk is full ({error}); delete snapshots, or give the store"
+                f" {self.root} a bigger disk or a smaller quota than {self.quota_bytes} bytes"
+            )
+        return error if isinstance(error, SandboxError) else SandboxError(f"{what}: {error}")
 
     def recover(self) -> list[str]:
         """Read all manifests, delete halves without one; returns a line per thing deleted.
@@ -322,9 +323,6 @@ class Store:
         self._manifests = {m.id: m for m in found if problems[m.id] is None}
         lines += [self._files.set_aside(i, problem) for i, problem in problems.items() if problem]
         return lines + self._collect()
-
-    def _named(self, error: OSError) -> SandboxError:
-        return self.full_disk(error) or SnapshotError(f"store {self.root}: {error}")
 
     def _find(self, snapshot_id: str) -> Manifest:
         manifest = self._manifests.get(snapshot_id)
@@ -386,7 +384,7 @@ class Store:
                 return
         stored = self.usage().stored_bytes
         self.delete(keep)
-        raise LimitError(
+        raise SnapshotError(
             f"store {self.root}: {stored} bytes with all others pinned, quota_bytes="
             f"{self.quota_bytes}; destroy sandboxes or raise the quota"
         )
