@@ -23,11 +23,11 @@ The agent and the cell launcher are compiled here from the C beside this file, s
 Needs: apt and dpkg-deb of a Debian or a derivative, gcc with a static libc. Does not need root.
 """
 
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -152,31 +152,38 @@ def install(prefix: Path, tools: Iterable[str] | None = None) -> dict[str, Outco
         if name not in known:
             raise ValueError(f"tools={name!r}: unknown; choose from {', '.join(known)}")
     prefix.mkdir(parents=True, exist_ok=True)
+    with (prefix / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another may be at it: wait, then find its work done
+        return _install(prefix, wanted)
+
+
+def _install(prefix: Path, wanted: list[str]) -> dict[str, Outcome]:
     missing = [name for name in wanted if not (prefix / name / ".complete").exists()]
     suites = sorted({PACKAGES[name].suite for name in missing if name != "guest"})
-    with (
-        tempfile.TemporaryDirectory(prefix=".apt-", dir=prefix) as lists,
-        ThreadPoolExecutor(NUM_JOBS) as pool,
-    ):
-        fetched = pool.map(lambda suite: _fetch_lists(Path(lists, suite), suite), suites)
+    lists = prefix / ".lists.work"
+    shutil.rmtree(lists, ignore_errors=True)
+
+    def one(name: str) -> Outcome:
+        try:
+            if name == "guest":
+                text = _compile_guest(prefix)
+            elif name not in missing:
+                text = "present"
+            else:
+                apt = archives[PACKAGES[name].suite]
+                if isinstance(apt, DriverUnavailableError):
+                    raise apt
+                text = _unpack(prefix, name, PACKAGES[name], apt)
+        except DriverUnavailableError as error:
+            return Outcome(is_there=False, text=f"refused by this machine: {error}")
+        return Outcome(is_there=True, text=text)
+
+    with ThreadPoolExecutor(NUM_JOBS) as pool:
+        fetched = pool.map(lambda suite: _fetch_lists(lists / suite, suite), suites)
         archives = dict(zip(suites, fetched, strict=True))
-
-        def one(name: str) -> Outcome:
-            try:
-                if name == "guest":
-                    text = _compile_guest(prefix)
-                elif name not in missing:
-                    text = "present"
-                else:
-                    apt = archives[PACKAGES[name].suite]
-                    if isinstance(apt, DriverUnavailableError):
-                        raise apt
-                    text = _unpack(prefix, name, PACKAGES[name], apt)
-            except DriverUnavailableError as error:
-                return Outcome(is_there=False, text=f"refused by this machine: {error}")
-            return Outcome(is_there=True, text=text)
-
-        return dict(zip(wanted, pool.map(one, wanted), strict=True))
+        outcomes = dict(zip(wanted, pool.map(one, wanted), strict=True))
+    shutil.rmtree(lists, ignore_errors=True)
+    return outcomes
 
 
 def _run(command: list[str], cwd: Path | None = None) -> str:
