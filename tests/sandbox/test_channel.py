@@ -78,6 +78,39 @@ def test_time_and_output_are_bounded_and_the_agent_lives(agent):
     run(agent, body)
 
 
+def test_output_that_nobody_reads_is_bounded_and_its_command_killed(agent):
+    async def body(channel):
+        process = await channel.start(sh("yes", timeout_s=None), ROOM)
+        queue = channel.subscribe(process.id)
+        async with asyncio.timeout(20):
+            while ord("Z") not in (kinds := [kind for kind, _ in queue._queue]):
+                await asyncio.sleep(0.01)
+        assert sum(len(data) for _, data in queue._queue) <= ROOM
+        assert len(kinds) < 200
+        other = await channel.start(sh("echo fine"), ROOM)
+        assert (await other.wait()).stdout == b"fine\n"
+        with pytest.raises(LimitError, match=f"max_output_bytes={ROOM}"):
+            await process.wait()
+
+    run(agent, body)
+
+
+def test_a_huge_file_of_holes_is_not_read_to_its_end(agent, tmp_path):
+    path = tmp_path / "holes"
+
+    async def body(channel):
+        path.write_bytes(b"")
+        os.truncate(path, 1 << 40)
+        with pytest.raises(LimitError, match="max_bytes=1000"):
+            await asyncio.wait_for(channel.read(str(path), 1000), 5)
+        os.truncate(path, 1000)
+        assert await channel.read(str(path), 1000) == bytes(1000)
+        with pytest.raises(LimitError, match="max_bytes=999"):
+            await channel.read(str(path), 999)
+
+    run(agent, body)
+
+
 def test_a_background_job_outlives_its_command(agent, tmp_path):
     async def body(channel):
         text = f"(sleep 0.1; echo noise; echo late > {tmp_path}/done) & echo first"

@@ -12,7 +12,7 @@ import os
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from baltoro.sandbox.protocol import (
@@ -28,6 +28,8 @@ from baltoro.sandbox.protocol import (
 HEAD = struct.Struct("<IBI")
 PIECE_BYTES = 60000
 REPLY_TIMEOUT_S = 30.0
+OUTPUT = (ord("O"), ord("e"))
+TOO_MUCH = ord(">")  # ours, in place of the output that a command had no room for
 DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "HOME": "/root",
@@ -54,6 +56,8 @@ class Channel:
         self._transports = stream.transports
         self._ids = itertools.count(first_id)
         self._queues: dict[int, asyncio.Queue[Frame]] = {}
+        self._room_bytes: dict[int, int] = {}  # of output, kept until somebody reads it
+        self.over_limit: Callable[[], str | None] = lambda: None  # which limit ended it, if one did
         self._hello = asyncio.get_running_loop().create_future()
         self.lost_reason: str | None = None
         self._pidfd: int | None = None
@@ -83,7 +87,7 @@ class Channel:
     async def send(self, kind: str, process_id: int, payload: bytes = b"") -> None:
         """Write one frame."""
         if self.lost_reason is not None:
-            raise SandboxError(f"the sandbox is gone: {self.lost_reason}")
+            raise self._gone()
         self._writer.write(HEAD.pack(len(payload), ord(kind), process_id) + payload)
         try:
             await self._writer.drain()
@@ -97,6 +101,11 @@ class Channel:
     def forget(self, process_id: int) -> None:
         """Stop keeping frames for an id."""
         self._queues.pop(process_id, None)
+        self._room_bytes.pop(process_id, None)
+
+    def bound(self, process_id: int, max_bytes: int) -> None:
+        """Keep no more output of a command than this: one that writes more is killed."""
+        self._room_bytes[process_id] = max_bytes
 
     def new_id(self) -> int:
         """A fresh id."""
@@ -105,10 +114,10 @@ class Channel:
     async def receive(self, queue: asyncio.Queue[Frame]) -> Frame:
         """The next frame of a queue. `SandboxError` once the agent is gone and it is empty."""
         if self.lost_reason is not None and queue.empty():
-            raise SandboxError(f"the sandbox is gone: {self.lost_reason}")
+            raise self._gone()
         kind, payload = await queue.get()
         if kind == ord("!"):
-            raise SandboxError(f"the sandbox is gone: {self.lost_reason}")
+            raise self._gone()
         return kind, payload
 
     async def reply(self, queue: asyncio.Queue[Frame]) -> Frame:
@@ -160,10 +169,10 @@ class Channel:
         return process
 
     async def read(self, path: str, max_bytes: int) -> bytes:
-        """A file's bytes, read by the agent."""
+        """A file's bytes, read by the agent, which stops at `max_bytes`."""
         process_id = self.new_id()
         queue = self.subscribe(process_id)
-        await self.send("R", process_id, path.encode())
+        await self.send("R", process_id, f"{path}\0{max_bytes}".encode())
         data = bytearray()
         while True:
             kind, payload = await self.reply(queue)
@@ -172,9 +181,9 @@ class Channel:
             if len(data) <= max_bytes:
                 data += payload
         self.forget(process_id)
-        _raise_errno(payload, path)
-        if len(data) > max_bytes:
+        if struct.unpack("<I", payload)[0] == errno.EFBIG or len(data) > max_bytes:
             raise LimitError(f"read: {path!r} is longer than max_bytes={max_bytes}; raise it")
+        _raise_errno(payload, path)
         return bytes(data)
 
     async def write(self, path: str, data: bytes, mode: int) -> None:
@@ -217,6 +226,12 @@ class Channel:
         self._unwatch()
         self._wake()
 
+    def _gone(self) -> SandboxError:
+        limit = self.over_limit()
+        if limit is not None:
+            return LimitError(f"the sandbox is gone: {limit}")
+        return SandboxError(f"the sandbox is gone: {self.lost_reason}")
+
     def _unwatch(self) -> None:
         if self._pidfd is not None:
             asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -240,10 +255,23 @@ class Channel:
                 if kind == ord("h"):
                     if not self._hello.done():
                         self._hello.set_result(None)
-                elif process_id in self._queues:
+                elif process_id in self._queues and self._has_room(kind, process_id, payload):
                     self._queues[process_id].put_nowait((kind, payload))
         except (asyncio.IncompleteReadError, OSError, ValueError) as error:
             self._lose(f"its stream ended ({error})")
+
+    def _has_room(self, kind: int, process_id: int, payload: bytes) -> bool:
+        """Whether a frame may be kept; the first that may not ends its command."""
+        if kind not in OUTPUT or process_id not in self._room_bytes:
+            return True
+        had_room = self._room_bytes[process_id] >= 0
+        self._room_bytes[process_id] -= len(payload)
+        if self._room_bytes[process_id] >= 0:
+            return True
+        if had_room:
+            self._queues[process_id].put_nowait((TOO_MUCH, b""))
+            self._writer.write(HEAD.pack(4, ord("K"), process_id) + struct.pack("<I", 9))
+        return False
 
 
 class AgentProcess:
@@ -255,10 +283,10 @@ class AgentProcess:
         self.id = process_id
         self._channel = channel
         self._queue = channel.subscribe(process_id)
+        channel.bound(process_id, max_output_bytes)
         self._start = time.monotonic()
         self._deadline = None if timeout_s is None else self._start + timeout_s
         self._timeout_s = timeout_s
-        self._room_bytes = max_output_bytes
         self._max_output_bytes = max_output_bytes
         self.exit_code: int | None = None
 
@@ -279,14 +307,13 @@ class AgentProcess:
                 self._channel.forget(self.id)
                 self.exit_code = 127
                 _raise_start(payload)
+            elif kind == TOO_MUCH:
+                await self._give_up()
+                raise LimitError(
+                    f"command {self.id}: wrote more than max_output_bytes="
+                    f"{self._max_output_bytes}; killed"
+                )
             else:
-                self._room_bytes -= len(payload)
-                if self._room_bytes < 0:
-                    await self._give_up()
-                    raise LimitError(
-                        f"command {self.id}: wrote more than max_output_bytes="
-                        f"{self._max_output_bytes}; killed"
-                    )
                 yield Output(stream="stdout" if kind == ord("O") else "stderr", data=payload)
 
     async def write_stdin(self, data: bytes) -> None:
@@ -332,13 +359,19 @@ def _raise_start(payload: bytes) -> None:
             f"cannot run the program: {os.strerror(code)}; the image lacks it, its interpreter or"
             " the working directory"
         )
-    raise LimitError(f"cannot start the command: {os.strerror(code)}")
+    raise LimitError(
+        f"cannot start the command: {os.strerror(code)}; processes or memory are used up: end some"
+        " or raise limits.max_processes or limits.memory_bytes"
+    )
 
 
 def _raise_errno(payload: bytes, path: str) -> None:
     code = struct.unpack("<I", payload)[0]
     if code in (errno.ENOSPC, errno.EDQUOT, errno.EMFILE):
-        raise LimitError(f"{path!r}: {os.strerror(code)}")
+        raise LimitError(
+            f"{path!r}: {os.strerror(code)}; delete files, or raise limits.disk_bytes or, where"
+            " files lie in memory, limits.memory_bytes"
+        )
     if code:
         raise OSError(code, os.strerror(code), path)
 

@@ -10,7 +10,7 @@
  *   X exec    u8 flags (1 pty, 2 stdin), strings     O, e  output of a command
  *   I stdin   bytes; empty closes                    Z     its wait status, u32
  *   K signal  u32, to the process group              D     bytes of a file
- *   R read    path                                   E     end of a read or write: u32 errno
+ *   R read    path, most bytes                     E     end of a read or write: u32 errno
  *   W write   octal mode, path; then D frames        q     nothing more comes until G
  *   Q quiet, G go on, S seed and clock               h     hello (once at start), s  seeded
  *
@@ -243,7 +243,10 @@ static void start_command(uint32_t id, unsigned char *data, uint32_t size) {
     }
 }
 
-static void read_file(uint32_t id, const char *path) {
+/* After the path, the most bytes that are wanted: of a file with more, as of a huge one of holes, EFBIG. */
+static void read_file(uint32_t id, const char *path, uint32_t size) {
+    uint64_t wanted = size > strlen(path) ? strtoull(path + strlen(path) + 1, NULL, 10) : UINT64_MAX;
+    uint64_t seen = 0;
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
     struct stat st;
     int code = 0;
@@ -254,7 +257,9 @@ static void read_file(uint32_t id, const char *path) {
         ssize_t n = read(fd, piece, PIECE);
         if (n < 0) code = errno;
         if (n <= 0) break;
-        send_frame('D', id, piece, (uint32_t)n);
+        seen += (uint64_t)n;
+        if (seen > wanted) code = EFBIG;
+        else send_frame('D', id, piece, (uint32_t)n);
     }
     if (fd >= 0) close(fd);
     send_number('E', id, (uint32_t)code);
@@ -359,7 +364,7 @@ static void serve_frame(void) {
     case 'X': start_command(id, frame, size); break;
     case 'I': if ((job = find_job(id))) feed_stdin(job, frame, size); break;
     case 'K': if ((job = find_job(id)) && job->pid > 0) { uint32_t s; memcpy(&s, frame, 4); kill(-job->pid, (int)s); } break;
-    case 'R': read_file(id, (char *)frame); break;
+    case 'R': read_file(id, (char *)frame, size); break;
     case 'W': open_write(id, (char *)frame); break;
     case 'D': write_piece(id, frame, size); break;
     case 'Q': is_quiet = 1; send_frame('q', id, NULL, 0); break;
