@@ -49,8 +49,11 @@ def test_an_unknown_size_names_the_nearest():
         ladder.rung("smal")
 
 
-def test_a_measured_rate_stands_over_the_law_s():
-    assert pretrain_config("nano").schedule.peak == 0.01
+def test_a_measured_rate_corrects_the_law_s_and_still_falls_with_the_horizon():
+    assert pretrain_config("nano").schedule.peak == pytest.approx(0.01, rel=0.01)
+    small = pretrain_config("small", num_tokens=40_040_000)
+    assert small.schedule.peak == pytest.approx(0.003, rel=0.02)
+    assert pretrain_config("small").schedule.peak < small.schedule.peak
     mini = pretrain_config("mini")
     active = parameter_counts(mini.model).active
     assert mini.schedule.peak == ladder.peak_learning_rate(active, ladder.rung("mini").num_tokens)

@@ -5,8 +5,8 @@ From the active parameters N and the tokens D of the horizon follow, with C = 6 
     learning rate = 0.01273 C^-0.0575        tokens per step = 0.00652 C^0.4138
 
 Moonlight's laws (arXiv 2502.16982; `k3-recipe` 6.1), found with AdamW and used unchanged for Muon,
-whose update has the same size. They were fitted at 4e8 to 1.5e9 parameters: below, they are an
-extrapolation, too low for `nano` by four, and K3 publishes no numbers of its own. Tokens per step
+whose update has the same size. They were fitted to dense models of 4e8 to 1.5e9 parameters and
+K3 publishes no rates of its own; where a size was swept, a factor corrects the law. Tokens per step
 are rounded to a power of two, and are at least one longest sequence.
 
 The context grows in four stages as K3's does, 8K to 64K to 256K to 1M, ratio 1 : 8 : 32 : 128, none
@@ -36,7 +36,7 @@ class Rung:
     num_mtp_layers: int
     why: str
     recompute: bool = False  # of activations, so that a microbatch fits
-    peak: float | None = None  # learning rate, where a better one than the law's was measured
+    rate_factor: float = 1.0  # measured best learning rate over the law's; 1 where none was swept
 
 
 LADDER: dict[str, Rung] = {
@@ -47,7 +47,7 @@ LADDER: dict[str, Rung] = {
         max_microbatch=2048,
         num_mtp_layers=0,
         why="minutes on two cores: 300 steps, two epochs of the shipped corpus, no MTP layer",
-        peak=0.01,  # of .0025 to .02 (anchor A14); the law gives .0024
+        rate_factor=4.23,  # .01, of .0025 to .02 (anchor A14)
     ),
     "mini": Rung(
         preset="mini",
@@ -64,6 +64,7 @@ LADDER: dict[str, Rung] = {
         max_microbatch=65536,
         num_mtp_layers=1,
         why="twenty tokens per active parameter",
+        rate_factor=2.1,  # .003 at 40 M tokens; at 10 M the best of .0015 to .02
     ),
     "base": Rung(
         preset="base",
@@ -84,9 +85,9 @@ def rung(size: str) -> Rung:
     return LADDER[size]
 
 
-def peak_learning_rate(num_active: int, num_tokens: int) -> float:
-    """Of the law, to three digits."""
-    return float(f"{0.01273 * _compute(num_active, num_tokens) ** -0.0575:.3g}")
+def peak_learning_rate(num_active: int, num_tokens: int, factor: float = 1.0) -> float:
+    """`factor` times that of the law, to three digits."""
+    return float(f"{factor * 0.01273 * _compute(num_active, num_tokens) ** -0.0575:.3g}")
 
 
 def tokens_per_step(num_active: int, num_tokens: int, seq_len: int) -> int:

@@ -49,7 +49,7 @@ def pretrain_config(
         model = dataclasses.replace(model, impl=gpu_impl(model))
     num_active = parameter_counts(model).active
     batch = ladder.tokens_per_step(num_active, horizon, rung.seq_len)
-    peak = ladder.peak_learning_rate(num_active, horizon) if rung.peak is None else rung.peak
+    peak = ladder.peak_learning_rate(num_active, horizon, rung.rate_factor)
     num_steps = max(1, round(horizon / batch))
     look_up = max(1, num_steps // 6)
     return PretrainConfig(
