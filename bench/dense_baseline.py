@@ -1,15 +1,16 @@
 """Train a dense transformer on the very tokens of a `baltoro train` run, to compare with it.
 
     PYTHONPATH=src python3 bench/dense_baseline.py --size small --tokens 40000000 --data DATA \
-        --out OUT.json [--optimizer adamw muon] [--peak RATE]
+        --out OUT.json [--optimizer adamw muon] [--peak RATE ...]
 
 Pre-norm, full causal attention with rotary positions, SwiGLU; as many active parameters as the K3
 model of that size, the same loader, schedule, batch and held-out text, and its learning rate unless
-`--peak` gives this model's own best. `adamw` runs AdamW for every parameter, `muon` the run's own
+`--peak` gives others to try. `adamw` runs AdamW for every parameter, `muon` the run's own
 optimiser. Time is of training steps alone.
 """
 
 import argparse
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -218,6 +219,7 @@ def run(config: PretrainConfig, optimizer: str, data: Path, device: torch.device
     tokens = config.num_tokens
     return {
         "optimizer": optimizer,
+        "peak_rate": config.schedule.peak,
         "parameters": sum(p.numel() for p in learner.model.parameters()),
         "tokens_per_s": tokens / seconds,
         "seconds": seconds,
@@ -232,15 +234,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--optimizer", nargs="+", default=["adamw", "muon"])
-    parser.add_argument("--peak", type=float, help="learning rate, instead of the size's own")
+    parser.add_argument("--peak", type=float, nargs="+", help="rates instead of the size's own")
     parser.add_argument("--out", type=Path, default=Path("bench/results/dense_baseline.json"))
     parser.add_argument("--commit", help="instead of asking git")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     is_gpu = device.type == "cuda"
     config = pretrain_config(arguments.size, num_tokens=arguments.tokens, is_gpu=is_gpu)
-    if arguments.peak is not None:
-        config = replace(config, schedule=replace(config.schedule, peak=arguments.peak))
     commit = commit_of(arguments.commit)
     result = {
         "device": torch.cuda.get_device_name() if is_gpu else "cpu",
@@ -248,11 +248,13 @@ def main() -> None:
         "commit": commit,
         "size": arguments.size,
         "tokens": config.num_tokens,
-        "peak_rate": config.schedule.peak,
         "matmul_tflop_per_s": matmul_rate(device, getattr(torch, config.dtype)) / 1e12,
         "runs": [],
     }
-    for optimizer in arguments.optimizer:
+    peaks = arguments.peak or [config.schedule.peak]
+    for optimizer, peak in itertools.product(arguments.optimizer, peaks):
+        schedule = replace(config.schedule, peak=peak, floor=peak / 10)
+        config = replace(config, schedule=schedule)
         result["runs"].append(run(config, optimizer, arguments.data, device))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
