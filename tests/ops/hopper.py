@@ -22,7 +22,23 @@ class Resources(NamedTuple):
 
 
 def resources(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Resources:
-    """Resources of `kernel` on sm_90.
+    """Resources of `kernel` on sm_90; `arguments` as `build` takes them."""
+    built = build(kernel, arguments, num_warps)
+    usage = _dump(built, "-res-usage")
+    found = {name: re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK")}
+    assert all(found.values()), usage
+    return Resources(*(int(match[1]) for match in found.values() if match), built.metadata.shared)
+
+
+def machine_code(kernel: Any, arguments: dict[str, Any], num_warps: int) -> str:
+    """The instructions of `kernel` for sm_90, one a line; `arguments` as `build` takes them."""
+    code = re.sub(r"/\*.*?\*/", "", _dump(build(kernel, arguments, num_warps), "-sass"))
+    lines = [line.strip() for line in code.splitlines()]
+    return "\n".join(line for line in lines if line.endswith(";"))
+
+
+def build(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Any:
+    """`kernel` compiled for sm_90.
 
     `arguments` gives each its type as Triton writes it ("*bf16", "i32", a tuple of such), or its
     value if it is a compile-time argument or None. Pointers are taken to be aligned to 16 bytes, as
@@ -47,13 +63,13 @@ def resources(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Resourc
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def _dump(built: Any, flag: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+        return subprocess.run(
+            [CUOBJDUMP, flag, file.name], capture_output=True, text=True, check=True
         ).stdout
-    found = {name: re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK")}
-    assert all(found.values()), usage
-    return Resources(*(int(match[1]) for match in found.values() if match), built.metadata.shared)

@@ -149,6 +149,26 @@ def test_equal_shapes_of_all_parameters_share_one_call(monkeypatch: pytest.Monke
     assert sorted(stacks) == [[1, 6, 6], [6, 12, 20]]
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_wide"), [((4, 24), True), ((24, 4), True), ((4, 23), False), ((129, 1000), False)]
+)
+def test_short_wide_matrices_take_the_implementation_named_for_them(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], is_wide: bool
+) -> None:
+    impls = []
+
+    def recorded(x: Tensor, *, impl: str, **options: Any) -> Tensor:
+        impls.append(impl)
+        return newton_schulz(x, impl=impl, **options)
+
+    monkeypatch.setattr("baltoro.optim.muon.newton_schulz", recorded)
+    blocks = MatrixBlocks(row_parts=shape[:1], col_parts=shape[1:], why="whole")
+    grad = torch.randn(shape)
+    got = update([grad], blocks, config=OptimConfig(newton_schulz_wide_impl="gram"))
+    assert impls == ["gram" if is_wide else "torch"]
+    torch.testing.assert_close(got, update([grad], blocks), rtol=0, atol=1e-5)
+
+
 def test_the_work_of_a_step_is_counted_from_the_table() -> None:
     structure = {
         "q": BY_HEAD,

@@ -17,6 +17,7 @@ class OptimConfig:
     eps: float = 1e-8
     newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"  # of its matrix products
     newton_schulz_impl: str = "torch"
+    newton_schulz_wide_impl: str = "torch"  # of short, wide matrices; bounds in optim/muon.py
     max_stack_elements: int = (
         1 << 28
     )  # most entries orthogonalised at once; bounds the extra memory

@@ -12,10 +12,26 @@ fast; the price is that five steps leave the large ones between about 0.7 and 1.
 import torch
 from torch import Tensor
 
-from baltoro.ops.impl import choose
+from baltoro.ops.impl import ImplError, choose
 from baltoro.ops.newton_schulz import dense, reference
 
-_IMPLS = {"reference": reference.newton_schulz, "torch": dense.newton_schulz}
+__all__ = ["newton_schulz"]
+
+
+def _triton(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype) -> Tensor:
+    try:
+        from .triton import newton_schulz
+    except ModuleNotFoundError as error:
+        raise ImplError(f"newton_schulz: impl='triton' needs triton ({error})") from error
+    return newton_schulz(x_BRC, steps, compute_dtype)
+
+
+_IMPLS = {
+    "reference": reference.newton_schulz,
+    "torch": dense.newton_schulz,
+    "gram": dense.gram_newton_schulz,
+    "triton": _triton,
+}
 
 
 def newton_schulz(
@@ -25,6 +41,8 @@ def newton_schulz(
 
     The norm is taken in fp32 or wider, the products in `compute_dtype`. A zero matrix stays zero
     and one of norm below about 1e-7 gets a smaller result: noise is not blown up. Has no gradient.
+    `"gram"` iterates on x x' instead of x, for short, wide matrices and products in fp32 or wider;
+    `"triton"` does so for sides of at most 128 with bf16 products.
     Raises `ValueError` for fewer than two dims, a dtype that is not floating or `steps` below one,
     `ImplError` for an unknown `impl`.
     """
