@@ -58,13 +58,23 @@ def apply_delta(pid: int, ram: Path, source: Path) -> None:
 
 def find_mapping(pid: int, ram: Path) -> tuple[int, int]:
     """Address and size of a process's mapping of a file. `SnapshotError` if it has none."""
+    mapping = _mapping(pid, ram)
+    first, end = int(mapping[1], 16), int(mapping[2], 16)
+    return first, end - first
+
+
+def is_shared(pid: int, ram: Path) -> bool:
+    """Whether what a process writes there reaches the file. `SnapshotError` as above."""
+    return _mapping(pid, ram)[3] == "s"
+
+
+def _mapping(pid: int, ram: Path) -> re.Match[str]:
     wanted = os.stat(ram)
     device = f"{os.major(wanted.st_dev):02x}:{os.minor(wanted.st_dev):02x}"
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ (\S+) (\d+)", line)
-        if match and match[3] == device and int(match[4]) == wanted.st_ino:
-            first, end = int(match[1], 16), int(match[2], 16)
-            return first, end - first
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) ...([sp]) \S+ (\S+) (\d+)", line)
+        if match and match[4] == device and int(match[5]) == wanted.st_ino:
+            return match
     raise SnapshotError(f"process {pid} does not map {ram}; it ended, or the file was replaced")
 
 

@@ -19,6 +19,7 @@ MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "squashfs", "overlay")
 CONSOLE = os.makedev(5, 1)
 MIN_RAM_BYTES = 96 * MIB  # what a Debian kernel needs to boot
 KERNEL_PIDS = 80  # of the guest kernel's own threads
+SETUP_SECTORS_AT = 0x1F1  # in a kernel's file: the boot protocol's `setup_sects`
 MIN_PIDS = 301  # Linux refuses a lower pid_max
 
 
@@ -57,6 +58,21 @@ def make_disk(prefix: Path, image: Image, cache: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise ImageError(f"image {image.root}: mksquashfs failed: {done.stderr[-300:]}")
+        work.rename(target)
+    return target
+
+
+def kernel_head(kernel: Path, cache: Path) -> Path:
+    """As much of a Linux kernel as a loader reads to place it.
+
+    For machines that continue, and so never boot it: each would hold 8 MB of it.
+    """
+    target = cache / f"{kernel.name}.head"
+    if not target.exists():
+        data = kernel.read_bytes()
+        num_sectors = (data[SETUP_SECTORS_AT] or 4) + 1
+        work = target.with_suffix(".work")
+        work.write_bytes(data[: 512 * num_sectors + 4096])
         work.rename(target)
     return target
 

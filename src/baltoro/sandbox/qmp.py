@@ -1,7 +1,9 @@
-"""Talk to a QEMU over its control socket: one JSON command at a time, events ignored."""
+"""Talk to a QEMU over its control socket: one JSON command at a time, most events ignored."""
 
 import asyncio
 import json
+import os
+import socket
 from typing import Any
 
 from baltoro.sandbox.protocol import SandboxError
@@ -15,11 +17,32 @@ class Qmp:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._reader = reader
         self._writer = writer
+        self._statuses: list[str] = []  # of the migration that runs, as its events tell
 
     async def negotiate(self) -> None:
         """Leave the greeting behind; the first thing to do."""
         await self._line()
         await self.run("qmp_capabilities")
+        capabilities = [
+            {"capability": name, "state": True} for name in ("events", "x-ignore-shared")
+        ]
+        await self.run("migrate-set-capabilities", capabilities=capabilities)
+
+    async def migrate(self, command: str, fd: int) -> None:
+        """Save (`migrate`) or load (`migrate-incoming`) all but memory, in a file that is closed.
+
+        Returns when QEMU says that it is done; nothing is asked again and again.
+        """
+        with os.fdopen(fd, "rb"), self._writer.get_extra_info("socket").dup() as own:
+            message = {"execute": "getfd", "arguments": {"fdname": "state"}}
+            socket.send_fds(own, [json.dumps(message).encode() + b"\n"], [fd])
+            await self._reply("getfd")
+        self._statuses.clear()
+        await self.run(command, uri="fd:state")
+        while "completed" not in self._statuses:
+            if "failed" in self._statuses:
+                raise SandboxError(f"qemu {command} failed")
+            await self._line()
 
     async def run(self, command: str, **arguments: object) -> Any:
         """Run a command; returns its value. `SandboxError` with QEMU's words if it refuses."""
@@ -29,6 +52,9 @@ class Qmp:
             await self._writer.drain()
         except ConnectionError as error:
             raise SandboxError(f"qemu is gone: {error}") from error
+        return await self._reply(command)
+
+    async def _reply(self, command: str) -> Any:
         while True:
             reply = await self._line()
             if "return" in reply:
@@ -48,4 +74,6 @@ class Qmp:
         if not line:
             raise SandboxError("qemu is gone: it closed its control socket")
         reply: dict[str, Any] = json.loads(line)
+        if reply.get("event") == "MIGRATION":
+            self._statuses.append(reply["data"]["status"])
         return reply
