@@ -87,6 +87,11 @@ class Runner:
         self._drawing: Drawing | None = None  # of these rows, by which they were drawn last
         self.renew()
 
+    @property
+    def is_ahead(self) -> bool:
+        """Whether tokens of the next step are computed already."""
+        return self._ahead is not None
+
     def renew(self) -> None:
         """The model's weights may have become other tensors; call it before the next step."""
         if self.batch is not None:
