@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import subprocess
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from baltoro.sandbox.protocol import (
     SnapshotError,
 )
 from baltoro.sandbox.store import Store
+from baltoro.sandbox.usage import sample
 from baltoro.sandbox.workload import World
 
 PTRACE = (
@@ -187,22 +189,78 @@ async def attacks_are_denied(driver: MachineDriver, sandbox: MachineSandbox) -> 
 
 
 async def hogs_are_stopped(driver: MachineDriver, sandbox: MachineSandbox) -> None:
-    """A fork bomb and a memory hog, in a sandbox of their own; the neighbour goes on."""
+    """A fork bomb and a memory hog, in a sandbox of their own; the neighbour goes on.
+
+    What comes back is a failed command, or a `LimitError` that says which limit to raise.
+    """
     limits = Limits(memory_bytes=256 << 20, max_processes=64, cpus=0.5)
     hog = await driver.create(Image(root=IMAGE), limits, Net())
     bomb = "f() { f | f & }; f; sleep 2; echo survived"
-    with contextlib.suppress(SandboxError):
+    try:
         await hog.exec(sh(bomb, timeout_s=5))
+    except LimitError as error:
+        assert any(f"{name}=" in str(error) for name in ("timeout_s", "limits.max_processes"))
     assert len(Cgroup(hog.id).pids()) <= 64 if driver.name == "criu" else True
     assert (await sandbox.exec(sh("echo fine", timeout_s=30))).stdout == b"fine\n"
     await hog.destroy()
     hog = await driver.create(Image(root=IMAGE), limits, Net())
     eat = Command(argv=("python3", "-c", "x = b'x' * (1 << 30)"), timeout_s=30)
-    with contextlib.suppress(SandboxError):
+    try:
         result = await hog.exec(eat)
         assert result.exit_code != 0, "a gigabyte fitted into 256 MiB"
+        assert (await hog.exec(sh("echo alive"))).stdout == b"alive\n"
+    except LimitError as error:
+        assert f"limits.memory_bytes={256 << 20}" in str(error)
+        with pytest.raises(LimitError, match="the sandbox is gone: it needed more memory"):
+            await hog.snapshot()
     assert (await sandbox.exec(sh("echo fine", timeout_s=30))).stdout == b"fine\n"
     await hog.destroy()
+
+
+async def files_beyond_the_limit_are_stopped(
+    driver: MachineDriver, sandbox: MachineSandbox
+) -> None:
+    """In a branch that has half of it from its origin; what was replaced or removed is not counted.
+
+    Either a write fails, or the sandbox is ended with the limit named. The neighbour goes on.
+    """
+    limits = Limits(memory_bytes=384 << 20, disk_bytes=64 << 20)
+    origin = await driver.create(Image(root=IMAGE), limits, Net())
+    for _ in range(3):
+        half = "rm -f /work/half; head -c 33554432 /dev/urandom > /work/half; ls /work"
+        assert (await origin.exec(sh(half))).stdout == b"half\n"
+        snapshot = await origin.snapshot(mode="stop")
+        (origin,) = await driver.restore(snapshot)
+    await asyncio.sleep(2.5)
+    assert (await origin.exec(sh("echo fine"))).stdout == b"fine\n"
+    fill = "for i in $(seq 60); do head -c 8388608 /dev/zero > /work/$i || exit 9; sleep 0.1; done"
+    try:
+        assert (await origin.exec(sh(fill))).exit_code == 9
+    except LimitError as error:
+        assert "the sandbox is gone" in str(error)
+        assert any(f"limits.{name}" in str(error) for name in ("disk_bytes", "memory_bytes"))
+    await sandbox.write("/work/fine", bytes(8 << 20))
+    assert (await sandbox.exec(sh("echo fine"))).stdout == b"fine\n"
+
+
+async def processors_are_shared_out(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """Half a processor: two loops use no more, also in a branch."""
+    if driver.name == "qemu":
+        return  # one processor whatever the limit, as its docstring says
+    half = await driver.create(Image(root=IMAGE), replace(LIMITS, cpus=0.5), Net())
+    (branch,) = await half.fork(1)
+    for box in (half, branch):
+        loops = await box.start(sh("while :; do :; done & while :; do :; done"))
+        await asyncio.sleep(0.3)
+        spans = []
+        for _ in range(2):
+            usage = sample(box)
+            assert usage is not None
+            spans.append((time.monotonic(), usage.cpu_s))
+            await asyncio.sleep(1.5)
+        (then, cpu_then), (now, cpu_now) = spans
+        assert 0.2 < (cpu_now - cpu_then) / (now - then) < 0.75
+        await loops.kill()
 
 
 async def pauses_keep_files(driver: MachineDriver, sandbox: MachineSandbox) -> None:
@@ -565,4 +623,6 @@ CASES = (
     a_snapshot_that_does_not_fit_is_refused,
     a_store_without_room_keeps_the_sandbox,
     secrets_stay_outside,
+    files_beyond_the_limit_are_stopped,
+    processors_are_shared_out,
 )

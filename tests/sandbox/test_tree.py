@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from baltoro.sandbox.tree import OPAQUE, is_whiteout, merge_layers, open_inside, seal_tree
+from baltoro.sandbox.tree import (
+    OPAQUE,
+    is_whiteout,
+    merge_layers,
+    open_inside,
+    seal_tree,
+    stack_bytes,
+    tree_bytes,
+)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="devices and trusted xattrs need root")
 
@@ -141,3 +149,4 @@ def test_a_merged_layer_is_to_the_kernel_what_the_stack_was(tmp_path):
     assert "fresh" in stacked and "folder/old" not in stacked
     merge_layers(layers, tmp_path / "merged")
     assert run([tmp_path / "merged", image], show) == stacked
+    assert stack_bytes(layers) == tree_bytes(tmp_path / "merged") < sum(map(tree_bytes, layers))

@@ -102,15 +102,13 @@ class Cgroup:
         name = "memory.current" if self.is_unified else "memory.usage_in_bytes"
         return int((self.folders["" if self.is_unified else "memory"] / name).read_text())
 
-    def was_out_of_memory(self) -> bool:
-        """Whether the kernel killed a process of it for its memory limit."""
-        name = "memory.events" if self.is_unified else "memory.oom_control"
-        folder = self.folders["" if self.is_unified else "memory"]
-        try:
-            words = (folder / name).read_text().split()
-        except FileNotFoundError:
-            return False
-        return int(words[words.index("oom_kill") + 1]) > 0
+    def over_limit(self, limits: Limits) -> str | None:
+        """Which limit the kernel enforced on it so far; None if none, or if it is gone."""
+        if self._count("memory", "memory.events", "memory.oom_control", "oom_kill"):
+            return f"it needed more memory than limits.memory_bytes={limits.memory_bytes}"
+        if self._count("pids", "pids.events", "pids.events", "max"):
+            return f"it needed more processes than limits.max_processes={limits.max_processes}"
+        return None
 
     async def end(self) -> None:
         """Kill every process, frozen or not, and remove the group. Twice is fine."""
@@ -147,6 +145,13 @@ class Cgroup:
     def _entering(self, folders: list[Path], command: list[str]) -> list[str]:
         joins = "; ".join(f"echo 0 > {folder / self.door}" for folder in folders)
         return ["/bin/sh", "-c", f'{joins}; exec "$@"', "sh", *command]
+
+    def _count(self, kind: str, unified: str, split: str, event: str) -> int:
+        folder = self.folders.get("" if self.is_unified else kind)
+        if folder is None or not folder.exists():
+            return 0
+        words = (folder / (unified if self.is_unified else split)).read_text().split()
+        return int(words[words.index(event) + 1])
 
     def _set(self, kind: str, name: str, value: int | str) -> None:
         if kind in self.folders:

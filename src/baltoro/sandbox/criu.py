@@ -9,8 +9,8 @@ Stops: other processes, the host's files and its network are out of sight, but f
 through `egress.py`; mounts, device nodes, ptrace of the host, writes to /proc/sys and raw sockets
 need capabilities the cell has dropped; a control group bounds memory, processes and CPU.
 Does NOT stop: an exploit of the host's kernel, which the sandbox calls directly, without a seccomp
-filter; a sandbox that fills the disk its folder lies on (`Limits.disk_bytes` is checked when it is
-snapshotted, not when it writes); reading global facts in /proc. For code you half trust.
+filter; files beyond `Limits.disk_bytes` for a second or so, after which the sandbox is ended
+(`quota.py`); reading global facts in /proc. For code you half trust.
 
 Order of a snapshot: freeze, copy the writable layer (files unchanged since the last time are hard
 links), dump memory, thaw, commit. External connections do not exist; loopback TCP survives.
@@ -20,8 +20,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from baltoro.sandbox.cgroup import Cgroup
@@ -34,13 +35,13 @@ from baltoro.sandbox.protocol import (
     Image,
     ImageError,
     Isolation,
-    LimitError,
     Limits,
     SandboxError,
     SnapshotError,
 )
+from baltoro.sandbox.quota import DiskWatch
 from baltoro.sandbox.store import Draft
-from baltoro.sandbox.tree import Sealed, merge_layers, seal_tree, tree_bytes
+from baltoro.sandbox.tree import Sealed, merge_layers, seal_tree
 
 BOOT_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 120.0
@@ -70,13 +71,16 @@ class CriuMachine:
         limits: Limits,
         pid: int,
         channel: Channel,
+        layers: Sequence[Path] = (),
     ):
         self.channel = channel
         self.base_layers: tuple[str, ...] = ()
         self.group = Cgroup(sandbox_id)
         self.group.has_inner = True
         self.lazy: asyncio.subprocess.Process | None = None
-        self.limits = limits
+        self._disk = DiskWatch(home / "upper", layers, limits.disk_bytes)
+        self._disk.start(self._kill)
+        channel.over_limit = lambda: self._disk.verdict or self.group.over_limit(limits)
         self._mechanism = mechanism
         self._id = sandbox_id
         self._home = home
@@ -94,12 +98,7 @@ class CriuMachine:
         if not is_frozen:
             await self.freeze()
         try:
-            size = await asyncio.to_thread(tree_bytes, self._home / "upper")
-            if size > self.limits.disk_bytes:
-                raise LimitError(
-                    f"sandbox {self._id}: {size} bytes of files,"
-                    f" limits.disk_bytes={self.limits.disk_bytes}"
-                )
+            await self._disk.check()
             sealed = await asyncio.to_thread(
                 seal_tree, self._home / "upper", draft.files, self._sealed
             )
@@ -117,10 +116,17 @@ class CriuMachine:
         return {"last_pid": str(last_pid)}
 
     async def end(self) -> None:
+        self._disk.stop()
         await self.channel.close()
         await self._mechanism.sweep(self._id, self._home)
         if self.lazy is not None:
             await self.lazy.wait()
+
+    def _kill(self) -> None:
+        """All of it ends with its process 1."""
+        if self.channel.lost_reason is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
 
     async def _finish_lazy(self) -> None:
         """All memory must be here before it can be dumped again."""
@@ -197,7 +203,7 @@ class Criu:
                 await lazy.wait()
             raise
         channel = await _connect(pid, int(manifest.notes["next_id"]))
-        machine = CriuMachine(self, sandbox_id, home, manifest.limits, pid, channel)
+        machine = CriuMachine(self, sandbox_id, home, manifest.limits, pid, channel, layers)
         machine.base_layers = manifest.layers
         machine.lazy = lazy
         return machine

@@ -172,8 +172,8 @@ class Gvisor:
         """Start a sentry that outlives this call, its agent on a pair of pipes."""
         command = [*await self._entering(), *self._runsc, *self._flags(home), *words]
         command += ["--detach", f"--bundle={home}", f"--pid-file={home / 'pid'}", sandbox_id]
+        group = Cgroup(sandbox_id)
         if self._is_root:
-            group = Cgroup(sandbox_id)
             group.open(limits)
             command = group.entering(command)
         guest_in, host_out = os.pipe()
@@ -185,6 +185,7 @@ class Gvisor:
         os.close(guest_in)
         os.close(guest_out)
         channel = Channel(await open_pipes(host_in, host_out), first_id)
+        channel.over_limit = lambda: group.over_limit(limits)
         if await process.wait() != 0:
             await channel.close()
             raise SandboxError(f"runsc {words[0]} failed: {log_tail(home / 'runsc.log')}")

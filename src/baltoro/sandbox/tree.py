@@ -5,6 +5,7 @@ chroot would: neither `..` nor a link, absolute or swapped in meanwhile, can nam
 the root.
 """
 
+import contextlib
 import errno
 import os
 import shutil
@@ -107,10 +108,11 @@ def tree_bytes(root: Path) -> int:
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
-            st = os.lstat(os.path.join(folder, name))
-            if st.st_ino not in seen:
-                seen.add(st.st_ino)
-                total += st.st_blocks * 512
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                st = os.lstat(os.path.join(folder, name))
+                if st.st_ino not in seen:
+                    seen.add(st.st_ino)
+                    total += st.st_blocks * 512
     return total
 
 
@@ -151,6 +153,30 @@ def sync_tree(root: Path) -> None:
             if path.is_file() and not path.is_symlink():
                 sync_path(path)
         sync_path(Path(folder))
+
+
+def stack_bytes(layers: list[Path]) -> int:
+    """Bytes on disk of the files that a stack of layers shows, oldest first."""
+    sizes: dict[tuple[int, int], int] = {}  # by inode
+    names_above: set[str] = set()  # of files and whiteouts: they hide what is called so below
+    closed: set[str] = set()  # opaque folders, which hide all below
+    for layer in reversed(layers):
+        opaque = set()
+        for folder, folders, names in os.walk(layer):
+            place = os.path.relpath(folder, layer)
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                if OPAQUE in os.listxattr(folder):
+                    opaque.add(place)
+                for name in names:
+                    inner = os.path.normpath(f"{place}/{name}")
+                    if inner not in names_above:
+                        names_above.add(inner)
+                        st = os.lstat(f"{folder}/{name}")
+                        sizes[st.st_dev, st.st_ino] = st.st_blocks * 512
+            inners = {name: os.path.normpath(f"{place}/{name}") for name in folders}
+            folders[:] = [n for n, i in inners.items() if i not in names_above and i not in closed]
+        closed |= opaque
+    return sum(sizes.values())
 
 
 def _kind(name: str, dir_fd: int) -> int | None:
