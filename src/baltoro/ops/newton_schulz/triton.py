@@ -164,7 +164,7 @@ def _steps(x_BRC: Tensor, out_BRC: Tensor, steps: int, *, is_normed: bool) -> No
     """Write what `steps` steps, `MAX_GRAM_STEPS` at most, make of wide, contiguous matrices."""
     B, R, C = x_BRC.shape
     BR = max(MIN_TILE, padded_width(R))
-    num_parts, width = _parts(B, C, GRAM_TILE.columns)
+    num_parts, width = parts_of(B, C, GRAM_TILE.columns)
     parts = x_BRC.new_empty(B, num_parts, BR, BR, dtype=torch.float32)
     gram_kernel[(num_parts, B)](
         x_BRC, parts, C, width, R=R, BR=BR, BC=GRAM_TILE.columns,
@@ -175,7 +175,7 @@ def _steps(x_BRC: Tensor, out_BRC: Tensor, steps: int, *, is_normed: bool) -> No
         parts, factors, num_parts, steps, *COEFFICIENTS, NORM_EPS, BR=BR, IS_NORMED=is_normed,
         num_warps=factor_warps(BR),
     )  # fmt: skip
-    num_parts, width = _parts(B, C, APPLY_TILE.columns)
+    num_parts, width = parts_of(B, C, APPLY_TILE.columns)
     apply_kernel[(num_parts, B)](
         x_BRC, factors, out_BRC, C, width, R=R, BR=BR, BC=APPLY_TILE.columns,
         NUM_STAGES=APPLY_TILE.num_stages, num_warps=APPLY_TILE.num_warps,
@@ -187,7 +187,7 @@ def factor_warps(padded: int) -> int:
     return 8 if padded == MAX_ROWS else 4
 
 
-def _parts(num_matrices: int, num_columns: int, tile: int) -> tuple[int, int]:
+def parts_of(num_matrices: int, num_columns: int, tile: int) -> tuple[int, int]:
     """Programs a matrix, enough to fill the device, and the columns of each."""
     num_tiles = cdiv(num_columns, tile)
     tiles_per_part = cdiv(num_tiles, min(num_tiles, cdiv(MIN_PROGRAMS, num_matrices)))

@@ -1,0 +1,167 @@
+"""Time the orthogonalisation of heads' matrices on a GPU beside its floor and the loop in bf16.
+
+    PYTHONPATH=src python3 bench/muon.py [--budget 40] [--out bench/results/muon.json]
+
+`loop` is `newton_schulz(impl="torch")` with bf16 products, `compile` torch.compile of it, `gram`
+the Gram form in Triton (`impl="triton"`), and its three kernels one by one, with several tiles.
+Times are medians of CUDA-graph replays with the cache flushed. Errors are relative norms against
+fp64, on normal numbers and on matrices whose singular values fall as a power law or end after a
+few; nothing is reported where the Gram form errs more than the loop.
+
+Floor of r x c matrices: X read twice and written once at a measured copy rate, since its square is
+needed before its second use and X does not fit the cache; or the 4 r^2 c operations of its two
+products at a measured bf16 rate. What the steps on the short side take is no part of it.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+from kda import ceilings, graph_ms
+from provenance import commit_of
+from torch import Tensor
+
+from baltoro.ops.newton_schulz import newton_schulz
+from baltoro.ops.newton_schulz import triton as kernels
+from baltoro.ops.newton_schulz.shared import COEFFICIENTS, NORM_EPS
+
+# heads of `k3`; heads of `small` over its width, over a latent, and halves of those
+SHAPES = (
+    (96, 128, 7168, torch.bfloat16),
+    (96, 128, 7168, torch.float32),
+    (240, 128, 768, torch.float32),
+    (30, 128, 384, torch.float32),
+    (60, 128, 256, torch.float32),
+    (21, 64, 768, torch.float32),
+    (30, 64, 384, torch.float32),
+)
+GRAM_TILES = (kernels.Tile(64, 4, 4), kernels.Tile(64, 8, 4), kernels.Tile(128, 8, 3))
+APPLY_TILES = (
+    kernels.Tile(64, 4, 2),
+    kernels.Tile(64, 4, 3),
+    kernels.Tile(64, 8, 2),
+    kernels.Tile(128, 8, 2),
+)
+
+
+def orthogonal(x: Tensor, impl: str) -> Tensor:
+    return newton_schulz(x, compute_dtype=torch.bfloat16, impl=impl)
+
+
+def spectra(rows: int, columns: int) -> dict[str, Tensor]:
+    """Three matrices each of normal numbers and of two spectra that gradients resemble."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(3, rows, columns, generator=draw, device="cuda", dtype=torch.float64)
+    u = torch.linalg.qr(x[:, :, :rows]).Q
+    vh = torch.linalg.qr(x.mT).Q.mT
+    place = torch.arange(rows, device="cuda", dtype=torch.float64)
+    return {
+        "normal": x,
+        "power_law": u @ ((1 / (1 + place))[:, None] * vh),
+        "low_rank": u @ ((place < rows // 16).double()[:, None] * vh),
+    }
+
+
+def errors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for name, x in spectra(rows, columns).items():
+        rounded = x.to(dtype)
+        exact = newton_schulz(rounded.double(), compute_dtype=torch.float64, impl="torch")
+        found[name] = {
+            way: float((orthogonal(rounded, impl) - exact).norm() / exact.norm())
+            for way, impl in (("loop", "torch"), ("gram", "triton"))
+        }
+        # where few values are not 0, both show how fp32 numbers round to bf16 and little else
+        if not found[name]["gram"] <= 1.1 * found[name]["loop"]:
+            raise SystemExit(f"bench: {name} {rows} x {columns} {dtype}: {found[name]}; no times")
+    return found
+
+
+def kernel_times(x: Tensor) -> dict[str, object]:
+    """Milliseconds of the three kernels of the Gram form, the outer two by tile."""
+    B, R, C = x.shape
+    rounded, out = x.to(torch.bfloat16), torch.empty_like(x)
+    factors = torch.empty(B, 2, R, R, dtype=torch.bfloat16, device="cuda")
+
+    def gram(tile: kernels.Tile) -> Callable[[], object]:
+        num_parts, width = kernels.parts_of(B, C, tile.columns)
+        parts = torch.empty(B, num_parts, R, R, device="cuda")
+        return lambda: kernels.gram_kernel[(num_parts, B)](
+            rounded, parts, C, width, R=R, BR=R, BC=tile.columns,
+            NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+        )  # fmt: skip
+
+    def apply(tile: kernels.Tile) -> Callable[[], object]:
+        num_parts, width = kernels.parts_of(B, C, tile.columns)
+        return lambda: kernels.apply_kernel[(num_parts, B)](
+            rounded, factors, out, C, width, R=R, BR=R, BC=tile.columns,
+            NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+        )  # fmt: skip
+
+    one_part = torch.bmm(rounded, rounded.mT).float()[:, None].contiguous()
+
+    def factor() -> object:
+        return kernels.factor_kernel[(B,)](
+            one_part, factors, 1, 5, *COEFFICIENTS, NORM_EPS, BR=R, IS_NORMED=False,
+            num_warps=kernels.factor_warps(R),
+        )  # fmt: skip
+
+    return {
+        "factor": graph_ms(factor),
+        "gram": {str(tuple(tile)): graph_ms(gram(tile)) for tile in GRAM_TILES},
+        "apply": {str(tuple(tile)): graph_ms(apply(tile)) for tile in APPLY_TILES},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("bench/results/muon.json"))
+    parser.add_argument("--commit", help="instead of asking git")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds; later shapes are left")
+    arguments = parser.parse_args()
+    commit = commit_of(arguments.commit)
+    start = time.monotonic()
+    bytes_per_s, flops_per_s = ceilings()
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "copy_tb_per_s": bytes_per_s / 1e12,
+        "bf16_tflop_per_s": flops_per_s / 1e12,
+        "rows": [],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    compiled = torch.compile(orthogonal)
+    for index, (B, R, C, dtype) in enumerate(SHAPES):
+        if time.monotonic() - start > arguments.budget:
+            print(f"bench: budget spent; {len(SHAPES) - index} shapes left out", flush=True)
+            break
+        x = torch.randn(B, R, C, device="cuda").to(dtype)
+        size = 3 * x.numel() * x.element_size()
+        row = {
+            "op": "newton_schulz",
+            "matrices": B,
+            "rows": R,
+            "columns": C,
+            "dtype": str(dtype).removeprefix("torch."),
+            "floor": {"ms": 1e3 * max(size / bytes_per_s, 4 * B * R * R * C / flops_per_s)},
+            "errors": errors(R, C, dtype),
+            "gram": {"ms": graph_ms(lambda x=x: orthogonal(x, "triton"))},
+            "loop": {"ms": graph_ms(lambda x=x: orthogonal(x, "torch"))},
+        }
+        if index == 0:
+            row["compile"] = {"ms": graph_ms(lambda x=x: compiled(x, "torch"))}
+        if C > 4 * R:
+            row["gram"]["kernels"] = kernel_times(x)
+        result["rows"].append(row)
+        print(json.dumps(row), flush=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
