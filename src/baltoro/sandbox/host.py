@@ -10,6 +10,7 @@ from pathlib import Path
 from baltoro.sandbox.protocol import MIB, DriverUnavailableError, SandboxError
 
 TAIL_CHARACTERS = 400
+QUIET_SCANS = 3
 OPEN_TRIES = 10_000
 STREAM_BYTES = 4 * MIB
 
@@ -49,6 +50,30 @@ async def kill_named(pid_file: Path, name: str) -> None:
             return
         await asyncio.sleep(0.002)
     raise SandboxError(f"process {pid} of sandbox {name} does not die")
+
+
+async def kill_orphans(name: str) -> None:
+    """Kill every process with the word `name` in its command line, until no new one shows up.
+
+    For what a dead owner had started and not yet written down; no other sandbox has that name.
+    """
+    quiet_scans = 0
+    while quiet_scans < QUIET_SCANS:
+        found = _with_word(name.encode())
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        quiet_scans = 0 if found else quiet_scans + 1
+        await asyncio.sleep(0.005)
+
+
+def _with_word(word: bytes) -> list[int]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if word in Path("/proc", pid, "cmdline").read_bytes().split(b"\0"):
+                found.append(int(pid))
+    return found
 
 
 async def run_output(command: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from baltoro.sandbox.channel import AgentProcess, Channel
 from baltoro.sandbox.egress import PROXY_ENV, RELAY_COMMAND, AllowList, Gate
+from baltoro.sandbox.host import kill_orphans
 from baltoro.sandbox.manifest import Manifest, check_fits
 from baltoro.sandbox.protocol import (
     MIB,
@@ -34,6 +35,7 @@ from baltoro.sandbox.protocol import (
     check_branches,
 )
 from baltoro.sandbox.store import Draft, Store
+from baltoro.sandbox.tree import remove_tree
 
 UNLIMITED_BYTES = 1 << 62  # of the relay, which carries what others were allowed
 
@@ -314,7 +316,8 @@ class MachineDriver:
             if home.name in self._sandboxes or home.name in self._starting or not home.is_dir():
                 continue
             await self.mechanism.sweep(home.name, home)
-            await asyncio.to_thread(shutil.rmtree, home)
+            await kill_orphans(home.name)
+            await asyncio.to_thread(remove_tree, home)
             lines.append(f"sandbox {home.name}: left behind by an earlier driver")
         return lines
 
