@@ -130,19 +130,33 @@ def processes_of(folder: Path) -> set[str]:
     return found
 
 
-def host(folder: Path) -> set[str]:
-    """All that a sandbox could leave: mounts, control groups, processes, namespaces, files."""
-    found = contract.leftovers() | processes_of(folder)
+def host(folder: Path) -> dict[str, str]:
+    """All that a sandbox could leave: mounts, control groups, processes, namespaces, files.
+
+    The value says who holds it, where that is worth knowing.
+    """
+    found = dict.fromkeys(contract.leftovers() | processes_of(folder), "")
     for pid in filter(str.isdigit, os.listdir("/proc")):
         for kind in NAMESPACES:
             with contextlib.suppress(OSError):
-                found.add(os.readlink(f"/proc/{pid}/ns/{kind}"))
+                found[os.readlink(f"/proc/{pid}/ns/{kind}")] = Path(f"/proc/{pid}/stat").read_text()
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):
-        found |= {str(path) for path in (*place.glob("bq-*"), *place.glob("baltoro*"))}
-    for place in (folder / "templates", default_prefix(), default_prefix() / "disks"):
+        found |= {str(path): "" for path in (*place.glob("b[qf]-*"), *place.glob("baltoro*"))}
+    for place in (folder / "templates", default_prefix() / "disks"):
         if place.is_dir():
-            found |= {str(path) for path in place.iterdir()}
+            found |= {str(path): "" for path in place.iterdir()}
     return found
+
+
+def left_since(before: dict[str, str], folder: Path) -> dict[str, str]:
+    """What is there that was not, once the kernel has had time to take the dead apart."""
+    left: dict[str, str] = {}
+    for _ in range(100):
+        left = {what: who for what, who in host(folder).items() if what not in before}
+        if not left:
+            break
+        time.sleep(0.02)
+    return left
 
 
 @pytest.fixture
@@ -184,7 +198,7 @@ def test_a_keeper_killed_at_200_random_points_loses_nothing_committed(folder, dr
         num_daemons_that_adopted += one_death(driver, folder, ledger, step=0, after_s=after_s)
         if point == NUM_POINTS - 1 or rng.random() < 0.7:
             num_adopted += adopt(driver, folder, ledger)
-            assert host(folder) - before == set(), f"left at point {point}"
+            assert left_since(before, folder) == {}, f"left at point {point}"
     print(
         f"{driver}: {NUM_POINTS} deaths, {num_daemons_that_adopted} of them after adoption;"
         f" {len(ledger.written)} values written, {num_adopted} sandboxes found again"
@@ -201,7 +215,7 @@ def test_200_cycles_leave_the_host_as_it_was(folder, driver):
     async def main() -> set[str]:
         made, store, keeper = keeper_daemon.make_keeper(driver, folder)
         root = folder / "image" if driver == "process" else default_prefix() / "image/root"
-        before: set[str] = set()
+        before: dict[str, str] = {}
         num_open = 0
         for cycle in range(NUM_CYCLES + 1):
             name = await keeper.create(Image(root=root), keeper_daemon.LIMITS, Net())
@@ -213,7 +227,7 @@ def test_200_cycles_leave_the_host_as_it_was(folder, driver):
                 store.delete(snapshot)
             if cycle == 0:  # what is made once: templates, what CRIU knows of the kernel
                 before, num_open = host(folder), len(os.listdir("/proc/self/fd"))
-        left = host(folder) - before
+        left = set(left_since(before, folder))
         left |= {f"{len(os.listdir('/proc/self/fd')) - num_open} descriptors"} - {"0 descriptors"}
         left |= {
             f"{kind} {name}" for kind in ("boxes", "journal") for name in os.listdir(folder / kind)
