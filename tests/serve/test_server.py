@@ -154,6 +154,18 @@ def test_who_hangs_up_frees_the_sequences_within_a_step(
         assert engine.stats.num_steps - num_steps < 50
 
 
+def test_who_hangs_up_in_the_middle_of_a_body_is_no_fault(
+    nano: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listening(made(nano)) as address:
+        host, port = address.rstrip("/").rpartition("/")[2].split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            time.sleep(0.3)
+        time.sleep(0.3)
+    assert not caplog.records
+
+
 def test_a_stop_string_ends_a_reply_and_frees_its_sequence(
     client: TestClient, server: Server, scripted: Any
 ) -> None:
@@ -194,9 +206,9 @@ def test_a_step_that_gives_several_tokens_loses_none(
         assert joined(streamed(client, **fields))["content"] == text[:max_tokens]
 
 
-def data_url() -> str:
+def data_url(image: Image.Image | None = None) -> str:
     data = io.BytesIO()
-    Image.effect_noise((60, 40), 80).convert("RGB").save(data, "PNG")
+    (image or Image.effect_noise((60, 40), 80).convert("RGB")).save(data, "PNG")
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
@@ -209,6 +221,32 @@ def test_a_picture_is_seen_by_data_url_alone(client: TestClient) -> None:
     for url in ("/etc/passwd", "http://127.0.0.1/x.png", "data:image/png;base64,AAAA", ""):
         refused = ask(url)
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+
+
+def test_a_picture_beyond_the_context_is_refused_before_it_costs_anything(
+    client: TestClient, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_at(*_: Any) -> None:
+        raise AssertionError("a picture that cannot be served was looked at")
+
+    picture = data_url(Image.new("1", (9_000, 9_000)))  # 1.4 kB, and more patches than fit
+    monkeypatch.setattr(server.processor.images, "process", looked_at)
+    parts = [{"type": "image_url", "image_url": {"url": picture}}]
+    refused = post(client, messages=[{"role": "user", "content": parts}])
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"
+    assert "smaller pictures" in refused.json()["error"]["message"]
+
+
+def test_pictures_are_not_encoded_for_a_reply_that_there_is_no_room_for(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_at(*_: Any) -> None:
+        raise AssertionError("a picture that cannot be served was encoded")
+
+    monkeypatch.setattr("baltoro.serve.choices.image_features", looked_at)
+    parts = [{"type": "image_url", "image_url": {"url": data_url()}}]
+    refused = post(client, messages=[{"role": "user", "content": parts}], max_tokens=8190)
+    assert refused.status_code == 400 and "exceed the context" in refused.json()["error"]["message"]
 
 
 def named(name: str) -> dict[str, Any]:
@@ -314,6 +352,32 @@ def test_the_metrics_split_hits_by_representation(client: TestClient) -> None:
         "baltoro:minimum_useful_prefix_tokens",
     ):
         assert f"\n{name}" in text
+
+
+def counted(client: TestClient, name: str) -> float:
+    """A number of the metrics; 0 if it is not there yet."""
+    lines = [line for line in client.get("/metrics").text.splitlines() if line.startswith(name)]
+    return float(lines[0].rpartition(" ")[2]) if lines else 0.0
+
+
+def test_the_metrics_count_every_token_gap_and_every_sequence(client: TestClient) -> None:
+    names = (
+        "vllm:inter_token_latency_seconds_count",
+        "vllm:time_to_first_token_seconds_count",
+        "baltoro:submitted_sequences",
+        'baltoro:ended_sequences{reason="length"}',
+    )
+    before = [counted(client, name) for name in names]
+    post(client, n=2)
+    after = [counted(client, name) for name in names]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [22, 2, 2, 2]
+
+
+def test_what_is_refused_does_not_count_as_a_prompt(client: TestClient) -> None:
+    name = "vllm:request_prompt_tokens_count"
+    before = counted(client, name)
+    post(client, max_tokens=10**9)
+    assert counted(client, name) == before
 
 
 def test_replies_are_expected_to_be_as_long_as_others_of_their_effort(nano: Model) -> None:

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from baltoro.serve.engine import Engine
@@ -69,17 +70,13 @@ class BackgroundEngine:
         Its `ValueError` and `RuntimeError` are raised here. Raises `EngineStopped`.
         """
         future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function(self.engine))
-            except (ValueError, RuntimeError) as error:
-                future.set_exception(error)
-
-        self._calls.put(run)
+        self._calls.put(partial(_settle, future, function, self.engine))
         if not self.is_alive:
             raise EngineStopped("the engine has stopped")
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # as in `_settle`
 
     async def submit(self, requests: Callable[[Engine], list[Request]], count: int) -> list[Stream]:
         """Queue `count` requests made in the engine's thread, all or none.
@@ -162,3 +159,15 @@ class BackgroundEngine:
             if stream.sequence is not None:
                 self.engine.abort(stream.sequence)
                 self._streams.pop(stream.sequence, None)
+
+
+def _settle(future: "Future[T]", function: Callable[[Engine], T], engine: Engine) -> None:
+    try:
+        future.set_result(function(engine))
+    except (ValueError, RuntimeError) as error:
+        future.set_exception(error)
+    finally:
+        if not future.done():  # by an error of ours, which ends the thread
+            future.set_exception(EngineStopped("the engine has stopped"))
+        # an error's traceback would lead back to it, and keep alive what the callers hold
+        del future

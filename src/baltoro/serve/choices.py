@@ -30,6 +30,7 @@ from baltoro.serve.protocol import (
     chat_message,
     logprob_entry,
     new_id,
+    text_logprobs,
     usage,
 )
 from baltoro.serve.request import Grammar, Request
@@ -86,15 +87,16 @@ class Choices(ABC):
         self._call_ids: list[list[str]] = [[] for _ in range(body.n)]
         self._logprobs: list[list[JsonDict]] = [[] for _ in range(body.n)]
         self._num_tokens = [0] * body.n
+        self._last_at = [0.0] * body.n  # when the last token came, by the monotonic clock
         self._answers: list[Answer | None] = [None] * body.n
 
     async def start(self, prompt: Prompt) -> None:
         """Queue the choices. Raises what the engine raises."""
         self._readers = [self.reader() for _ in range(self.body.n)]
-        self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
         self._streams = await self._background.submit(
             lambda engine: self._requests(engine, prompt), self.body.n
         )
+        self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
 
     def cancel(self) -> None:
         """Free what still runs."""
@@ -236,23 +238,30 @@ class Choices(ABC):
         return [*pieces, Piece(index, delta, None, answer)]
 
     def _count(self, index: int) -> None:
-        if not self._num_tokens[index] and not self._attempts[index]:
-            since = time.monotonic() - self._began
-            self._metrics.observe("vllm:time_to_first_token_seconds", since)
+        now = time.monotonic()
+        if self._num_tokens[index]:
+            since = now - self._last_at[index]
+            self._metrics.observe("vllm:inter_token_latency_seconds", since)
+        elif not self._attempts[index]:
+            self._metrics.observe("vllm:time_to_first_token_seconds", now - self._began)
+        self._last_at[index] = now
         self._num_tokens[index] += 1
 
     def _requests(self, engine: Engine, prompt: Prompt) -> list[Request]:
         body = self.body
         config = engine.model.config
-        max_new = min(self._max_new_tokens, config.max_seq_len - len(prompt.ids))
+        room = max(1, config.max_seq_len - len(prompt.ids))
         asked = getattr(body, "max_completion_tokens", None) or body.max_tokens
+        max_new = asked or min(self._max_new_tokens, room)
+        # before the pictures are looked at: that can take minutes, and everybody else waits
+        engine.check_length(len(prompt.ids), max_new)
         features = image_features(engine.model, prompt)
         media = _media(prompt, config.vision)
         return [
             Request(
                 request_id=self.id,
                 prompt_ids=tuple(prompt.ids),
-                max_new_tokens=asked or max(1, max_new),
+                max_new_tokens=max_new,
                 sampling=body.sampling,
                 penalties=body.penalties,
                 seed=self._seed + index,
@@ -302,6 +311,7 @@ class ChatChoices(Choices):
             thinking_effort=body.effort if body.thinking else None,
             tool_choice=body.tool_choice,
             response_format=body.response_format,
+            max_tokens=self._background.engine.model.config.max_seq_len - 1,
         )
 
     def reader(self) -> Reader:
@@ -357,7 +367,7 @@ class TextChoices(Choices):
 
     def part(self, index: int, delta: Delta, logprob: JsonDict | None) -> JsonDict:
         if logprob is not None:
-            return {"text": delta.content, "logprobs": _columns([logprob])}
+            return {"text": delta.content, "logprobs": text_logprobs([logprob])}
         return {"text": delta.content, "logprobs": None} if delta.content else {}
 
     def last_part(self) -> JsonDict:
@@ -365,19 +375,8 @@ class TextChoices(Choices):
 
     def choice(self, index: int, answer: Answer) -> JsonDict:
         has_logprobs = self.body.logprobs is not None
-        logprobs = _columns(self._logprobs[index]) if has_logprobs else None
+        logprobs = text_logprobs(self._logprobs[index]) if has_logprobs else None
         return {"text": answer.content, "logprobs": logprobs}
-
-
-def _columns(entries: list[JsonDict]) -> JsonDict:
-    """`logprobs` of a plain completion."""
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [
-            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
-        ],
-    }
 
 
 def _media(prompt: Prompt, vision: VisionConfig | None) -> tuple[MediaSpan, ...]:

@@ -77,6 +77,7 @@ class Metrics:
             ("vllm:request_success", "finished_reason", self.finished),
             ("vllm:admission_rejections", "reason", self.rejected),
             ("baltoro:malformed_replies", "problem", self.problems),
+            ("baltoro:ended_sequences", "reason", engine.stats.finished),
             (
                 "vllm:spec_decode_num_accepted_tokens_per_pos",
                 "position",
@@ -100,6 +101,7 @@ class Metrics:
             "vllm:prefix_cache_hits": cache.agreed_hit_tokens,
             "vllm:external_prefix_cache_hits": cache.host_hit_tokens,
             "vllm:num_preemptions": engine.scheduler.num_preemptions,
+            "baltoro:submitted_sequences": engine.scheduler.num_submitted,
             "vllm:corrupted_requests": stats.num_corrupted,
             "vllm:spec_decode_num_drafts": stats.num_drafts,
             "vllm:spec_decode_num_draft_tokens": stats.draft_tokens,

@@ -343,6 +343,17 @@ def logprob_entry(tokenizer: Tokenizer, token: NewToken) -> dict[str, Any]:
     return {**entry(token.id, token.logprob), "top_logprobs": top}
 
 
+def text_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """`logprobs` of a plain completion."""
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+        ],
+    }
+
+
 def usage(prompt: int, cached: int, completion: int, reasoning: int) -> dict[str, Any]:
     """`usage`, counted in tokens."""
     return {

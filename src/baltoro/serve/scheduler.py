@@ -114,7 +114,7 @@ class Scheduler:
         self.queued_tokens = 0  # budgets of the waiting ones
         self.num_preemptions = 0
         self._serial: dict[Sequence, int] = {}
-        self._num_submitted = 0
+        self.num_submitted = 0
 
     def check(self, num_tokens: int) -> None:
         """Raise `ValueError` if a sequence of so many tokens would not fit into the empty pool."""
@@ -135,8 +135,8 @@ class Scheduler:
         if self.waiting and self.queued_tokens + request.budget > self.config.max_queued_tokens:
             raise Overloaded(f"{self.queued_tokens} tokens are waiting", self.queued_tokens)
         sequence.extend_chain(self.cache.config.hash_block)
-        self._serial[sequence] = self._num_submitted
-        self._num_submitted += 1
+        self._serial[sequence] = self.num_submitted
+        self.num_submitted += 1
         self._wait(sequence)
 
     def plan(self, drafts: Mapping[Sequence, Series[int]] | None = None) -> StepPlan | None:

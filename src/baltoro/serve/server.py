@@ -24,6 +24,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from baltoro.serve.background import BackgroundEngine, EngineStopped
 from baltoro.serve.choices import ChatChoices, Choices, TextChoices
@@ -46,6 +47,7 @@ from baltoro.serve.scheduler import Overloaded, SchedulerConfig
 from baltoro.text.processor import Processor
 
 log = logging.getLogger(__name__)
+GONE = 499  # nobody reads this answer; it stands in logs
 PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {  # path, file and type of the chat page
     "/": ("index.html", "text/html"),
@@ -152,12 +154,14 @@ class Server:
 
     async def _body(self, request: Request, body_type: type[B]) -> B:
         raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > self.config.max_body_bytes:
-                raise ApiError(
-                    413, f"the body is above {self.config.max_body_bytes} bytes", code="too_large"
-                )
+        try:
+            async for part in request.stream():
+                raw += part
+                if len(raw) > self.config.max_body_bytes:
+                    limit = self.config.max_body_bytes
+                    raise ApiError(413, f"the body is above {limit} bytes", code="too_large")
+        except ClientDisconnect:
+            raise ApiError(GONE, "the client left before its body was whole") from None
         try:
             data = json.loads(raw)
         except (ValueError, RecursionError):
@@ -195,7 +199,7 @@ async def _unless_gone(request: Request, choices: Choices) -> Response:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return JSONResponse(work.result())
-        return Response(status_code=499)
+        return Response(status_code=GONE)
     finally:
         for task in (work, gone):
             task.cancel()

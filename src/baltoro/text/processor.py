@@ -65,6 +65,7 @@ class Processor:
         response_format: Any = None,
         response_schema: Any = None,
         expands_pads: bool = True,
+        max_tokens: int | None = None,
     ) -> Prompt:
         """The prompt of a conversation; options as for `xtml.render`, the effort as the release.
 
@@ -74,6 +75,7 @@ class Processor:
 
         expands_pads: one pad per token of the picture, as the model takes it; else a single pad,
             as the release's own processor writes.
+        max_tokens: longest prompt; a longer one is refused before its pictures cost anything.
 
         Raises `ValueError` for messages, options or pictures that cannot be used.
         """
@@ -102,6 +104,11 @@ class Processor:
             literal_placeholders=False,
         )
         ids = self.tokenizer.encode_segments(segments)
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise MessageError(
+                f"the prompt has {len(ids)} tokens, pictures included, and at most {max_tokens} "
+                "fit; shorten it or send smaller pictures"
+            )
         if images is None or not pictures:
             return Prompt(ids)
         return Prompt(ids, *images.process(pictures))
