@@ -1,6 +1,6 @@
 """What the Triton kernels of several operators share: refusals, registration, sums over rows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,16 +11,18 @@ from triton import knobs
 from .impl import ImplError
 
 
-def refuse_unserved(op: str, *tensors: Tensor) -> None:
-    """Raise `ImplError` unless all tensors are bf16 or fp32 and on one CUDA device.
+def refuse_unserved(
+    op: str, *tensors: Tensor, dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
+) -> None:
+    """Raise `ImplError` unless all tensors are of one of `dtypes` and on one CUDA device.
 
     In Triton's interpreter any device will do.
     """
     device = tensors[0].device
     for x in tensors:
-        if x.dtype is not torch.bfloat16 and x.dtype is not torch.float32:
-            name = str(x.dtype).removeprefix("torch.")
-            raise ImplError(f"{op}: impl='triton' serves bfloat16 and float32, not {name}")
+        if x.dtype not in dtypes:
+            *names, name = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, x.dtype))
+            raise ImplError(f"{op}: impl='triton' serves {' and '.join(names)}, not {name}")
         if x.device != device:
             raise ImplError(f"{op}: impl='triton' needs one device, not {device} and {x.device}")
     if device.type != "cuda" and not knobs.runtime.interpret:

@@ -5,12 +5,29 @@ out_t = sum_s softmax_s(scale q_t . k_s) v_s, per head (k3-facts 3.6). No positi
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from baltoro.ops.impl import choose
+from baltoro.ops.impl import ImplError, choose
 from baltoro.ops.mla import dense, flash, reference
 
 __all__ = ["latent_attention", "varlen_attention"]
+
+
+def _triton_latent(
+    q_latent: Tensor, kv_latent: Tensor, lengths: list[int], kv_lora_rank: int, scale: float
+) -> Tensor:
+    """Every sequence lies in one page."""
+    try:
+        from .triton import paged_latent_attention
+    except ModuleNotFoundError as error:
+        raise ImplError(f"latent_attention: impl='triton' needs triton ({error})") from error
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=q_latent.device)
+    table = torch.arange(len(lengths), dtype=torch.int32, device=q_latent.device)[:, None]
+    return paged_latent_attention(
+        q_latent, kv_latent, table, seq_lens, None, 1, kv_lora_rank, scale
+    )
+
 
 _VARLEN = {
     "reference": reference.varlen_attention,
@@ -21,6 +38,7 @@ _LATENT = {
     "reference": reference.latent_attention,
     "torch": dense.latent_attention,
     "flash": dense.latent_attention,  # one query a sequence: nothing to pack
+    "triton": _triton_latent,
 }
 
 

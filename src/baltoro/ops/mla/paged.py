@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..impl import choose
+from ..impl import ImplError, choose
 from ..packed import read_boundaries
 from . import dense, reference
 
@@ -56,9 +56,29 @@ def _gathered(attend: _Attend) -> _Run:
     return run
 
 
+def _triton(
+    q_latent: Tensor,
+    latents: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens: Tensor | None,
+    max_tokens: int,
+    kv_lora_rank: int,
+    scale: float,
+) -> Tensor:
+    try:
+        from .triton import paged_latent_attention
+    except ModuleNotFoundError as error:
+        raise ImplError(f"paged_latent_attention: impl='triton' needs triton ({error})") from error
+    return paged_latent_attention(
+        q_latent, latents, page_table, lengths, cu_seqlens, max_tokens, kv_lora_rank, scale
+    )
+
+
 _IMPLS: dict[str, _Run] = {
     "reference": _gathered(reference.latent_attention),
     "torch": _gathered(dense.latent_attention),
+    "triton": _triton,
 }
 
 
