@@ -5,6 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
+from typing import Protocol
 
 from baltoro.sandbox.protocol import Command, ExecResult, LimitError, Output
 
@@ -12,10 +13,25 @@ PIECE_BYTES = 65536
 EXIT_POLL_S = 0.005
 
 
+class Child(Protocol):
+    """What asyncio knows of a program that runs."""
+
+    stdin: asyncio.StreamWriter | None
+    stdout: asyncio.StreamReader | None
+    stderr: asyncio.StreamReader | None
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; minus the signal that ended it."""
+
+
 class HostProcess:
     """A running command (`baltoro.sandbox.protocol.Process`)."""
 
-    def __init__(self, process_id: int, child: asyncio.subprocess.Process, command: Command):
+    def __init__(self, process_id: int, child: Child, command: Command):
         self.id = process_id
         self.child = child
         self.command = command
