@@ -177,7 +177,7 @@ def test_more_files_than_allowed_are_the_agents_failure(tmp_path):
         here.keeper.checkpoint = full  # type: ignore[method-assign]
         trace = await play(here, [sh("echo > big"), DONE])
         assert trace.end is not None
-        assert (trace.end.how, trace.end.outcome) == ("disk_limit", "agent failure")
+        assert (trace.end.how, trace.end.outcome) == ("sandbox_limit", "agent failure")
         assert trace.end.reward == 0.0
 
     run_in_world(tmp_path, body)

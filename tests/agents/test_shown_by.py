@@ -1,11 +1,14 @@
 """A scripted agent repairs a small repository over 30 steps, with and without interruptions.
 
-The interrupted run is frozen once, stored once, paused and moved to a fresh keeper once, and forked
-for judging once; its end state, its conversation and its reward are those of the plain run. On the
+The interrupted run is frozen once, stored once, paused once and forked for judging once. It goes
+on under a fresh keeper with a copy of all files in another folder, as on another host; the first
+folder is gone. Its end state, its conversation and its reward are those of the plain run. On the
 machine drivers a background process of the agent counts in its memory across all of it.
 """
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -169,7 +172,9 @@ async def compare(folder: Path, make: MakeWorld, *, has_memory: bool) -> None:
         assert paused.end is None
         assert paused.of(CommitRecord)[-1].is_pause
         assert len(paused.of(TurnRecord)) == MOVED + 1
-    async with make(folder / "disturbed") as here:
+    subprocess.run(["cp", "-a", folder / "disturbed", folder / "elsewhere"], check=True)
+    shutil.rmtree(folder / "disturbed")
+    async with make(folder / "elsewhere") as here:
         moved = await play(here.runner(commit_every=7), ScriptedPolicy(lines))
         moved_state = await end_state(here, moved)
 

@@ -6,14 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agents.worlds import PYTHON, World, machine_world, repair_task, run_in_world
+from agents.worlds import (
+    DONE,
+    PYTHON,
+    World,
+    machine_world,
+    plain_harness,
+    repair_task,
+    run_in_world,
+    sh,
+)
 
 from baltoro.agents.failure import TaskError
+from baltoro.agents.policy import Line, ScriptedPolicy
 from baltoro.agents.task import Check, SubmissionBudget, Task, TaskFile
 from baltoro.agents.trace import CheckResult
 from baltoro.agents.verify import judge, reward_of
 from baltoro.agents.workspace import lay_files, make_folder
-from baltoro.sandbox.protocol import Command
+from baltoro.sandbox.protocol import Command, Limits
 
 GOOD = b"def add(a, b):\n    return a + b\n\n\ndef double(a):\n    return a + a\n"
 
@@ -234,5 +244,29 @@ def test_a_shell_that_the_agent_replaced_does_not_judge_in_a_fresh_sandbox(tmp_p
                 snapshot = await left_behind(here, task, attack)
                 (result,) = await judge(task, task.checks, here.keeper, here.image, snapshot)
                 assert result.score == score, (place, result)
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+
+
+HOG = b"x = []\nwhile True:\n    x.append(b'x' * (64 << 20))\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_that_the_agent_eats_is_no_failure_of_the_machine(tmp_path, kind):
+    """Its own command, after which its sandbox may be gone; and the check that runs its code."""
+    limits = Limits(memory_bytes=256 << 20)
+    task = repair_task(limits=limits, needs_isolation=True)
+    lines = [Line(calls=(("write", {"path": "sums.py", "content": HOG.decode()}),))]
+
+    async def main() -> None:
+        async with machine_world(tmp_path, kind) as here:
+            for name, more in (("check", [DONE]), ("command", [sh("python3 sums.py"), DONE])):
+                policy = ScriptedPolicy([*lines, *more])
+                words = {"episode": name, "group": "g", "seed": 0}
+                trace = await here.runner().run(task, plain_harness(), policy, **words)
+                assert trace.end is not None
+                assert trace.end.outcome in ("judged", "agent failure"), trace.end
+                assert trace.end.reward == 0.0
 
     asyncio.run(asyncio.wait_for(main(), 300))

@@ -158,8 +158,8 @@ class _Run:
                 if main.talk.turn % self.runner.commit_every == 0:
                     await self._commit(main, workspace)
             snapshot = await self._commit(main, workspace)
-        except LimitError:  # its files are more than it may have: no snapshot, nothing to judge
-            self._end("disk_limit", episode.num_submissions, (), 0.0, None)
+        except LimitError:  # its files or its memory are too much: no snapshot, nothing to judge
+            self._end("sandbox_limit", episode.num_submissions, (), 0.0, None)
             return
         await self._destroy()
         results = await judge(self.task, self.task.checks, self.keeper, image, snapshot)

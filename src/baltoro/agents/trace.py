@@ -27,7 +27,7 @@ from baltoro.agents.policy import FinishReason, Purpose, Tokens
 from baltoro.sandbox.protocol import Binding
 
 FORMAT_VERSION = 1
-How = Literal["answered", "turn_limit", "token_limit", "cut_off", "disk_limit", "failed"]
+How = Literal["answered", "turn_limit", "token_limit", "cut_off", "sandbox_limit", "failed"]
 Outcome = Literal["judged", "agent failure", "machine failure"]
 
 

@@ -8,8 +8,8 @@ judged in the middle of an episode.
 
 A check that cannot run is attributed: if its program is missing from the agent's copy and present
 in a fresh sandbox, the agent removed it and scores 0; if it is missing there too, the task is
-broken. Too much time, output, disk or processes is the agent's score of 0; anything else that fails
-is the machine's.
+broken. Too much time, output, memory, disk or processes is the agent's score of 0; anything else
+that fails is the machine's.
 
 What this does NOT stop: a check that imports files from the working folder runs whatever the agent
 put there (a conftest.py, a module named like a library), so checks should run tests by name with
