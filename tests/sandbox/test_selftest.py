@@ -19,6 +19,18 @@ def test_the_process_driver_keeps_files_and_says_so(tmp_path):
     assert {"create", "exec", "snapshot_live", "restore"} <= set(result.latency_ms)
 
 
+def test_the_zygote_forks_memory_and_keeps_none(tmp_path, capsys):
+    (result,) = asyncio.run(selftest(tmp_path, ["zygote"]))
+    assert result.is_available, result.reason
+    assert result.isolation == "none"
+    assert result.has_fork
+    assert not result.has_memory_snapshot and not result.has_live_snapshot
+    assert not result.has_many_processes
+    assert {"create", "exec", "pause", "fork_twice"} <= set(result.latency_ms)
+    assert main(["--prefix", str(tmp_path), "selftest", "zygote"]) == 1
+    assert "zygote (isolation: none): fork\n" in capsys.readouterr().out
+
+
 def test_a_driver_without_its_tools_is_reported_with_the_remedy(tmp_path):
     results = asyncio.run(selftest(tmp_path, ["gvisor", "criu", "qemu"]))
     remedy = f"run `baltoro sandbox --prefix {tmp_path} install`"

@@ -2,7 +2,8 @@
 
 Create, write and read back, pause, snapshot alive, restore in a new machine, branch twice with
 divergence, stop and come back. A flag of `Capabilities` is true only if that happened. A driver
-that cannot run is reported with its reason, never left out.
+that cannot run is reported with its reason, never left out. The zygote, which runs one program and
+keeps nothing beyond it, goes round with a program of 20 MB.
 """
 
 import os
@@ -27,12 +28,15 @@ from baltoro.sandbox.protocol import (
     Net,
     Sandbox,
     SandboxError,
+    SnapshotError,
 )
 from baltoro.sandbox.qemu import Qemu
 from baltoro.sandbox.store import Store
 from baltoro.sandbox.workload import World
+from baltoro.sandbox.zygote import REPL, ZygoteDriver
 
-DRIVERS = ("process", "gvisor", "criu", "qemu", "firecracker")
+HOST_DRIVERS = {"process": ProcessDriver, "zygote": ZygoteDriver}
+DRIVERS = (*HOST_DRIVERS, "gvisor", "criu", "qemu", "firecracker")
 MEGABYTES = 20
 STORE_BYTES = 8 << 30
 LIMITS = Limits(memory_bytes=512 << 20)
@@ -91,9 +95,9 @@ async def _test_driver(name: str, prefix: Path, image: Path | None, folder: Path
     needs_root = False
     driver: Driver
     try:
-        if name == "process":
+        if name in HOST_DRIVERS:
             (folder / "empty").mkdir()
-            driver = ProcessDriver(folder / "boxes", store)
+            driver = HOST_DRIVERS[name](folder / "boxes", store)
             root = folder / "empty"
         else:
             mechanism = machine_drivers(prefix, folder)[name]()
@@ -102,7 +106,8 @@ async def _test_driver(name: str, prefix: Path, image: Path | None, folder: Path
             root = image or prefix / "image/root"
         try:
             watch = Stopwatch()
-            flags = await _go_round(driver, Image(root=root), watch, has_memory=name != "process")
+            go_round = _GO_ROUND.get(name, _go_round_with_memory)
+            flags = await go_round(driver, Image(root=root), watch)
         finally:
             await driver.close()
     except (SandboxError, OSError) as error:
@@ -128,15 +133,13 @@ async def _test_driver(name: str, prefix: Path, image: Path | None, folder: Path
     )
 
 
-async def _go_round(
-    driver: Driver, image: Image, watch: Stopwatch, *, has_memory: bool
-) -> set[str]:
-    """Everything once; returns what was seen to work: memory, fork, live, tree."""
+async def _begin(driver: Driver, image: Image, watch: Stopwatch, *argv: str) -> Sandbox:
+    """What all can do: make a sandbox, run a command in it, move bytes."""
     watch.start()
     sandbox = await driver.create(image, LIMITS, Net())
     watch.stop("create")
     watch.start()
-    await sandbox.exec(Command(argv=("true",)))
+    await sandbox.exec(Command(argv=argv))
     watch.stop("exec")
     data = os.urandom(MEGABYTES << 20)
     watch.start()
@@ -144,34 +147,43 @@ async def _go_round(
     if await sandbox.read("/work/data") != data:
         raise SandboxError("bytes changed on the way in or out")
     watch.stop("write_and_read_20_mb")
-    world = await World.start(sandbox, MEGABYTES) if has_memory else None
+    return sandbox
+
+
+async def _pause(sandbox: Sandbox, watch: Stopwatch) -> None:
     watch.start()
     await sandbox.pause()
     watch.stop("pause")
     watch.start()
     await sandbox.resume()
     watch.stop("resume_from_pause")
-    if world is not None:
-        await world.ask("x = 41")
+
+
+async def _snapshot(driver: Driver, sandbox: Sandbox, watch: Stopwatch) -> Sandbox:
     watch.start()
     snapshot = await sandbox.snapshot()
     watch.stop("snapshot_live")
     watch.start()
-    (left,) = await driver.restore(snapshot)
+    (branch,) = await driver.restore(snapshot)
     watch.stop("restore")
-    if world is None:
-        await _check_files(sandbox, left, data)
-        return set()
+    return branch
+
+
+async def _go_round_with_memory(driver: Driver, image: Image, watch: Stopwatch) -> set[str]:
+    """Everything once; returns what was seen to work: memory, fork, live, tree."""
+    sandbox = await _begin(driver, image, watch, "true")
+    world = await World.start(sandbox, MEGABYTES)
+    await _pause(sandbox, watch)
+    await world.ask("x = 41")
+    left = await _snapshot(driver, sandbox, watch)
     answer = await (await world.follow(left)).ask("x")
     watch.stop("restore_to_first_answer")
     watch.start()
     (right,) = await left.fork(1)
     watch.stop("fork")
     worlds = [await world.follow(branch) for branch in (left, right)]
-    await worlds[0].ask("x += 1")
-    await worlds[1].ask("x += 1000")
     await left.write("/work/side", b"left")
-    answers = [await each.ask("x") for each in (world, *worlds)]
+    answers = await _diverge(world, *worlds)
     seen = {
         "memory": answer == "41",
         "fork": answer == "41" and answers == ["41", "42", "1041"],
@@ -181,10 +193,50 @@ async def _go_round(
     return {name for name, is_true in seen.items() if is_true}
 
 
-async def _check_files(origin: Sandbox, branch: Sandbox, data: bytes) -> None:
+async def _go_round_of_files(driver: Driver, image: Image, watch: Stopwatch) -> set[str]:
+    """A driver that keeps files and no memory."""
+    sandbox = await _begin(driver, image, watch, "true")
+    await _pause(sandbox, watch)
+    branch = await _snapshot(driver, sandbox, watch)
+    await _check_files(sandbox, branch)
+    return set()
+
+
+async def _go_round_of_forks(driver: Driver, image: Image, watch: Stopwatch) -> set[str]:
+    """A driver that forks one program and keeps no snapshot, which it must say."""
+    sandbox = await _begin(driver, image, watch, "python3", "-c", "pass")
+    argv = ("python3", "-c", REPL)
+    world = World(await sandbox.start(Command(argv=argv, stdin=None, timeout_s=None)))
+    await world.ask(f"x, memory = 41, os.urandom({MEGABYTES << 20})")
+    await _pause(sandbox, watch)
+    watch.start()
+    left, right = await sandbox.fork(2)
+    watch.stop("fork_twice")
+    worlds = [await world.follow(branch) for branch in (left, right)]
+    answers = await _diverge(world, *worlds)
+    await _check_files(sandbox, left)
+    try:
+        await sandbox.snapshot()
+    except SnapshotError:
+        return {"fork"} if answers == ["41", "42", "1041"] else set()
+    raise SandboxError("a driver without snapshots took one")
+
+
+async def _diverge(origin: World, left: World, right: World) -> list[str]:
+    """Two branches count on from what the origin has; what each then says."""
+    await left.ask("x += 1")
+    await right.ask("x += 1000")
+    return [await each.ask("x") for each in (origin, left, right)]
+
+
+async def _check_files(origin: Sandbox, branch: Sandbox) -> None:
+    data = await origin.read("/work/data")
     await branch.write("/work/data", b"changed")
     if await origin.read("/work/data") != data:
         raise SandboxError("a branch's write reached its origin")
+
+
+_GO_ROUND = {"process": _go_round_of_files, "zygote": _go_round_of_forks}
 
 
 def _work_dir() -> str | None:

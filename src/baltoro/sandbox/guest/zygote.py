@@ -173,7 +173,7 @@ def fork_sibling() -> int:
     """`os.fork`, but the child's parent is that of this process: the server, which hears its end.
 
     The other way there, to fork twice and end the one between, copies the page tables twice (best
-    of nine with 200 MB: 9.7 ms, not 2.4). Safe in a program of one thread: nobody else holds a lock.
+    of nine with 200 MB: 9.7 ms, not 2.4). Safe in a program of one thread: no other holds a lock.
     """
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = LIBC.syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
