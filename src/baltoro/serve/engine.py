@@ -233,10 +233,9 @@ class Engine:
     def _grow_ahead(self, plan: StepPlan) -> None:
         """Have a page for the token after the next one, where that is to be had."""
         for work in plan.works:
-            table = work.sequence.table
-            assert table is not None
-            if work.is_sampled and work.stop == len(table.kv_pages) * self.layout.page_size:
-                self.cache.grow(table, work.stop + 1)
+            if work.stop % self.layout.page_size == 0 and work.is_sampled:
+                assert work.sequence.table is not None
+                self.cache.grow(work.sequence.table, work.stop + 1)
 
     def _settle(self, plan: StepPlan, stops: Series[int]) -> None:
         """Count what drafts brought, and give back the pages of what they got wrong."""
@@ -271,7 +270,8 @@ class Engine:
             if token is not None:
                 self._append(sequence, token)
         sequence.extend_chain(self.layout.hash_block)
-        self.cache.commit(table, sequence.chain, stop)
+        if table.capture is not None or stop // self.layout.hash_block > table.num_registered:
+            self.cache.commit(table, sequence.chain, stop)
         if not tokens:
             return
         if tokens[-1] is None:
@@ -323,6 +323,8 @@ class Engine:
 
 def _accepted(work: Work, drawn: Series[NewToken | None]) -> list[NewToken | None]:
     """What was drawn, up to the first token that ends the reply or that its draft missed."""
+    if not work.draft:
+        return list(drawn)
     taken: list[NewToken | None] = []
     for token, guess in zip_longest(drawn, work.draft):
         taken.append(token)

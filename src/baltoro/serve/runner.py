@@ -54,13 +54,13 @@ class _Drawn(NamedTuple):
         """Wait for them."""
         if self.arrival is not None:
             self.arrival.synchronize()
-        tokens: list[NewToken | None] = []
-        for n, (token_id, logprob, is_sound) in enumerate(self.numbers.T.tolist()):
-            if is_sound and self.is_allowed[n]:
-                tokens.append(NewToken(int(token_id), logprob, self.version, self._top(n)))
-            else:
-                tokens.append(None)
-        return tokens
+        columns = zip(*self.numbers.tolist(), self.is_allowed, strict=True)
+        return [
+            NewToken(int(token_id), logprob, self.version, self._top(n))
+            if is_sound and is_allowed
+            else None
+            for n, (token_id, logprob, is_sound, is_allowed) in enumerate(columns)
+        ]
 
     def _top(self, n: int) -> tuple[tuple[int, float], ...]:
         count = self.sequences[n].request.num_logprobs
@@ -82,7 +82,7 @@ class Runner:
         self.batch = batch
         self.device = model.lm_head.weight.device
         self._ahead: _Drawn | None = None
-        self._placed: list[tuple[Sequence, Table]] = []  # rows of the batch
+        self._placed: list[tuple[Sequence, Table | None]] = []  # rows of the batch
         self._num_pages: list[int] = []  # of each
         self._drawing: Drawing | None = None  # of these rows, by which they were drawn last
         self.renew()
@@ -171,6 +171,7 @@ class Runner:
         assert self.batch is not None and not any(work.draft for work in works)
         sequences = [work.sequence for work in works]
         self._place([(s, s.tokens[s.num_computed]) for s in sequences])
+        self._drawing = None
         drawn = self._draw(self.batch.run(len(works)), works, version)
         self.batch.feed(drawn.ids)
         return drawn
@@ -182,21 +183,22 @@ class Runner:
         """
         if self.batch is None or not parts:
             return None
+        works = [work for work in plan.works if work.is_sampled]
+        rows = [(work.sequence, work.sequence.table) for work in works]
+        # rows with a drawing were found to need nothing of the host
+        if (self._drawing is None or rows != self._placed) and any(map(_needs_host, works)):
+            return None
         size = self.pool.layout.page_size
-        going: list[tuple[Sequence, Table]] = []
-        for work in plan.works:
-            sequence, table = work.sequence, work.sequence.table
-            if not work.is_sampled:
-                continue
-            if sequence.constraint is not None or not sequence.request.penalties.are_off:
-                return None
-            assert table is not None
-            if sequence.num_left > 1 and work.stop < len(table.kv_pages) * size:
-                going.append((sequence, table))
+        going = [
+            (sequence, table)
+            for work, (sequence, table) in zip(works, rows, strict=True)
+            if table and sequence.num_left > 1 and work.stop < len(table.kv_pages) * size
+        ]
         if not going:
             return None
         if going != self._placed:
             self.batch.feed(_latest(parts, [sequence for sequence, _ in going]))
+            self._drawing = None
         if going != self._placed or self._num_pages != [len(t.kv_pages) for _, t in going]:
             self._place([(sequence, FED) for sequence, _ in going])
         if self._drawing is None:
@@ -223,7 +225,6 @@ class Runner:
         self.batch.place(places)
         self._placed = [(s, p.table) for (s, _), p in zip(rows, places, strict=True)]
         self._num_pages = [len(place.table.kv_pages) for place in places]
-        self._drawing = None
 
     def _forward(self, works: Series[Work], cache: PagedCache) -> tuple[Tensor, Tensor]:
         """Hidden states `[N, D]` of the rows to draw, and all mixtures `[T, D]`."""
@@ -307,6 +308,12 @@ def _sent(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _needs_host(work: Work) -> bool:
+    """Whether the next token depends on what the host makes of the last."""
+    sequence = work.sequence
+    return sequence.constraint is not None or not sequence.request.penalties.are_off
 
 
 def _latest(parts: Series[_Drawn], sequences: Series[Sequence]) -> Tensor:

@@ -18,7 +18,7 @@ from baltoro.serve.request import Sequence as EngineSequence
 from baltoro.serve.sampling import Penalties, Sampling
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64; the increment of splitmix64
-_PLAIN = Sampling()
+_PLAIN = Sampling()  # in the place of settings that are not used
 _MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # its shifts and multipliers
 
 
@@ -112,12 +112,12 @@ def drawing_of(rows: Sequence[Row], width: int, device: torch.device) -> Drawing
     scale = limits = noise = None
     if any(s.temperature != 1.0 for s in drawn):
         scale = torch.tensor([[s.temperature] for s in drawn]).to(device, non_blocking=True)
-    if any(s != Sampling(temperature=s.temperature) for s in drawn):
+    if any(s.is_restricted for s in drawn):
         top_k = torch.tensor([[min(s.top_k or width, width)] for s in drawn])
         top_p = torch.tensor([[s.top_p] for s in drawn])
         min_p = torch.tensor([[s.min_p] for s in drawn])
         limits = _Limits(*(x.to(device, non_blocking=True) for x in (top_k, top_p, min_p)))
-    if any(row.sampling.temperature > 0.0 for row in rows):
+    if any(s is not _PLAIN for s in drawn):
         is_drawn = torch.tensor([[row.sampling.temperature > 0.0] for row in rows])
         seeds, steps = (
             torch.tensor([_int64(number) for number in numbers])

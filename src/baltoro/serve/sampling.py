@@ -22,6 +22,11 @@ class Sampling:
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
 
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some tokens cannot be drawn."""
+        return self.top_k is not None or self.top_p < 1.0 or self.min_p > 0.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Penalties:
@@ -40,4 +45,4 @@ class Penalties:
 
     @property
     def are_off(self) -> bool:
-        return self == Penalties()
+        return self.presence == self.frequency == 0.0 and self.repetition == 1.0
