@@ -2,8 +2,9 @@
 
 Whatever dies (the machine, its agent, the program that dumps or restores), a snapshot that was
 committed comes back with memory and files, none is half, the call that was running raises a named
-error or has done its work, and nothing is left. The keeper's own death is in `test_keeper.py`, the
-store's at 200 points in `test_store.py`. As many points as fit into the time; the count is printed.
+error or has done its work, and nothing is left. The keeper's own death is in
+`test_keeper_death.py`, the store's at 200 points in `test_store.py`. As many points as fit into the
+time; the count is printed.
 """
 
 import asyncio

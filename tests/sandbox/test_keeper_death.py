@@ -174,6 +174,18 @@ def skip_if_refused(driver: str, folder: Path) -> None:
         pytest.skip(str(error))
 
 
+async def make_what_is_made_once(name: str, folder: Path) -> None:
+    """A disk and a booted template of QEMU, what CRIU knows of the kernel."""
+    driver, store, keeper = keeper_daemon.make_keeper(name, folder)
+    await keeper.create(image_of(name, folder), keeper_daemon.LIMITS, Net())
+    await driver.close()
+    store.close()
+
+
+def image_of(driver: str, folder: Path) -> Image:
+    return Image(root=folder / "image" if driver == "process" else default_prefix() / "image/root")
+
+
 def test_a_keeper_that_dies_before_chosen_changes_loses_nothing_committed(folder):
     ledger = Ledger()
     for index, step in enumerate(STEPS):
@@ -191,6 +203,7 @@ def test_a_keeper_killed_at_200_random_points_loses_nothing_committed(folder, dr
     skip_if_refused(driver, folder)
     rng = random.Random(5)
     ledger = Ledger()
+    asyncio.run(make_what_is_made_once(driver, folder))
     before = host(folder)
     num_adopted = num_daemons_that_adopted = 0
     for point in range(NUM_POINTS):
@@ -214,13 +227,12 @@ def test_200_cycles_leave_the_host_as_it_was(folder, driver):
 
     async def main() -> set[str]:
         made, store, keeper = keeper_daemon.make_keeper(driver, folder)
-        root = folder / "image" if driver == "process" else default_prefix() / "image/root"
         before: dict[str, str] = {}
         num_open = 0
         for cycle in range(NUM_CYCLES + 1):
-            name = await keeper.create(Image(root=root), keeper_daemon.LIMITS, Net())
+            name = await keeper.create(image_of(driver, folder), keeper_daemon.LIMITS, Net())
             async with keeper.use(name) as sandbox:
-                await sandbox.exec(Command(argv=("sh", "-c", "sleep 100 & echo x > /tmp/x")))
+                await sandbox.exec(Command(argv=("sh", "-c", "sleep 100 & echo x > x")))
             snapshot = await keeper.checkpoint(name) if cycle % 10 == 0 else None
             await keeper.destroy(name)
             if snapshot is not None:

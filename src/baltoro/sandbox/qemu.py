@@ -23,7 +23,6 @@ import hashlib
 import os
 import signal
 import socket
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -202,7 +201,8 @@ class Qemu:
         template = folder / name
         if not template.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            work = Path(tempfile.mkdtemp(prefix=f"{name}.", dir=folder))
+            work = home / "template"  # swept with the sandbox if this process dies
+            work.mkdir()
             machine = await self._boot(home.name, home, image, limits)
             try:
                 await machine.channel.quiet()
@@ -329,7 +329,7 @@ class Qemu:
             "-accel": "tcg,thread=multi,tb-size=64" if self._accel == "tcg" else "kvm",
             "-cpu": "qemu64" if self._accel == "tcg" else "host",
             "-m": f"{size // MIB}M",
-            "-object": f"memory-backend-file,id=ram,size={size},mem-path={ram},share=on",
+            "-object": f"memory-backend-file,id=ram,size={size},mem-path={ram},share=on,align=2M",
             "-display": "none",
             "-serial": f"file:{ram.with_name('console')}",
             "-mon": "chardev=control,mode=control",
