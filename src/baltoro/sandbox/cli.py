@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from baltoro.sandbox.images import build_image
 from baltoro.sandbox.install import default_prefix, install
 from baltoro.sandbox.keeper import KeeperPolicy
 from baltoro.sandbox.kvm import probe_kvm
@@ -127,7 +128,9 @@ def run_server(options: argparse.Namespace) -> int:
 
 
 def _add_serve(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--driver", default="gvisor", help="process, gvisor, criu or qemu")
+    verb.add_argument(
+        "--driver", default="gvisor", help="process, gvisor, criu, qemu or firecracker"
+    )
     verb.add_argument("--folder", type=Path, default=Path("sandboxes"), help="where they live")
     verb.add_argument("--host", default="127.0.0.1")
     verb.add_argument("--port", type=int, default=3000)
@@ -151,6 +154,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = verbs.add_parser("selftest", help="run every driver and say what it can do")
     verb.add_argument("drivers", nargs="*")
     verb.add_argument("--json", type=Path, help="write the records here")
+    verb = verbs.add_parser("image", help="make a root folder for sandboxes")
+    verb.add_argument("target", type=Path, help="must not be there yet")
+    verb.add_argument("--base", type=Path, help="laid over this one; the prefix's own if not given")
+    verb.add_argument("--package", action="append", default=[], metavar="NAME", help="of Debian")
+    verb.add_argument("--layer", type=Path, action="append", default=[], metavar="FOLDER")
     verb = verbs.add_parser("run", help="run one command in a fresh sandbox")
     verb.add_argument("--driver", default="gvisor")
     verb.add_argument("--image", type=Path)
@@ -163,6 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_install(options.prefix, options.tools or None)
         if options.verb == "selftest":
             return run_selftest(options.prefix, options.drivers or None, options.json)
+        if options.verb == "image":
+            base = options.base or options.prefix / "image/root"
+            print(build_image(options.target, base, options.package, options.layer).root)
+            return 0
         if options.verb == "serve":
             return run_server(options)
         words = (options.prefix, options.driver, options.image, options.argv, options.allow)

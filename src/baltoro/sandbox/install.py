@@ -28,7 +28,7 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +184,19 @@ def _install(prefix: Path, wanted: list[str]) -> dict[str, Outcome]:
         outcomes = dict(zip(wanted, pool.map(one, wanted), strict=True))
     shutil.rmtree(lists, ignore_errors=True)
     return outcomes
+
+
+def unpack_packages(names: Sequence[str], suite: str, work: Path, root: Path) -> None:
+    """Unpack packages and what they depend on over an image's root; `work` is taken for downloads.
+
+    Raises `DriverUnavailableError` if the archive cannot be read, `SandboxError` with apt's words.
+    """
+    apt = _fetch_lists(work / "lists", suite)
+    if isinstance(apt, DriverUnavailableError):
+        raise apt
+    (work / "archives").mkdir()
+    for deb in _download(apt, Package(suite=suite, names=tuple(names)), work / "archives"):
+        _unpack_deb(deb, root, IMAGE_LEFT_OUT)
 
 
 def _run(command: list[str], cwd: Path | None = None) -> str:
