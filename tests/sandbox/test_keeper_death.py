@@ -143,8 +143,7 @@ def host(folder: Path) -> dict[str, str]:
     for place in (Path(tempfile.gettempdir()), Path("/dev/shm")):
         found |= {str(path): "" for path in (*place.glob("b[qf]-*"), *place.glob("baltoro*"))}
     for place in (folder / "templates", default_prefix() / "disks"):
-        if place.is_dir():
-            found |= {str(path): "" for path in place.iterdir()}
+        found |= {str(path): "" for path in place.glob("*.work")}
     return found
 
 

@@ -120,8 +120,7 @@ class MachineSandbox:
         return await self.machine.channel.start(command, self.limits.max_output_bytes)
 
     async def exec(self, command: Command) -> ExecResult:
-        process = await self.start(command)
-        return await process.wait()
+        return await (await self.start(command)).wait()
 
     async def attach(self, process_id: int) -> AgentProcess:
         self._check_alive()
@@ -155,8 +154,7 @@ class MachineSandbox:
     ) -> str:
         async with self._turn:
             self._check_alive()
-            is_frozen = self.state == "paused"
-            is_last = mode == "stop"
+            is_frozen, is_last = self.state == "paused", mode == "stop"
             store = self._driver.store
             if not is_frozen:
                 await self._quiet()
@@ -313,12 +311,9 @@ class MachineDriver:
     async def gc(self) -> list[str]:
         lines = []
         for home in sorted(self.root.iterdir()):
-            if home.name in self._sandboxes or home.name in self._starting or not home.is_dir():
-                continue
-            await self.mechanism.sweep(home.name, home)
-            await kill_orphans(home.name)
-            await asyncio.to_thread(remove_tree, home)
-            lines.append(f"sandbox {home.name}: left behind by an earlier driver")
+            if home.is_dir() and home.name not in (*self._sandboxes, *self._starting):
+                await self._sweep(home)
+                lines.append(f"sandbox {home.name}: left behind by an earlier driver")
         return lines
 
     async def close(self) -> None:
@@ -339,11 +334,10 @@ class MachineDriver:
         await asyncio.to_thread(shutil.rmtree, self.root / sandbox_id)
 
     async def _boot(self, image: Image, limits: Limits, net: Net) -> MachineSandbox:
-        sandbox_id = self._new_home()
-        async with self._making(sandbox_id) as home:
-            machine = await self.mechanism.boot(sandbox_id, home, image, limits)
-        sandbox = MachineSandbox(self, sandbox_id, image, limits, machine)
-        self._sandboxes[sandbox_id] = sandbox
+        async with self._making() as home:
+            machine = await self.mechanism.boot(home.name, home, image, limits)
+        sandbox = MachineSandbox(self, home.name, image, limits, machine)
+        self._sandboxes[sandbox.id] = sandbox
         if net.allowed_hosts:
             try:
                 await sandbox.open_gate(net.allowed_hosts)
@@ -353,12 +347,11 @@ class MachineDriver:
         return sandbox
 
     async def _revive(self, manifest: Manifest, memory: Path, layers: list[Path]) -> MachineSandbox:
-        sandbox_id = self._new_home()
-        async with self._making(sandbox_id) as home:
-            machine = await self.mechanism.revive(sandbox_id, home, manifest, memory, layers)
+        async with self._making() as home:
+            machine = await self.mechanism.revive(home.name, home, manifest, memory, layers)
         image = Image(root=Path(manifest.image_root))
-        sandbox = MachineSandbox(self, sandbox_id, image, manifest.limits, machine, manifest.id)
-        self._sandboxes[sandbox_id] = sandbox
+        sandbox = MachineSandbox(self, home.name, image, manifest.limits, machine, manifest.id)
+        self._sandboxes[sandbox.id] = sandbox
         if machine.base_layers:  # it reads them as long as it lives
             self.store.lend(manifest.id)
         try:
@@ -379,21 +372,26 @@ class MachineDriver:
         return sandbox_id
 
     @contextlib.asynccontextmanager
-    async def _making(self, sandbox_id: str) -> AsyncIterator[Path]:
-        """The folder of a machine that is about to be; nothing is left if it comes to nothing."""
-        home = self.root / sandbox_id
+    async def _making(self) -> AsyncIterator[Path]:
+        """The folder, named like it, of a machine to be; nothing is left if it comes to nothing."""
+        home = self.root / self._new_home()
         try:
             yield home
-        except BaseException as error:
-            await self.mechanism.sweep(sandbox_id, home)
-            await asyncio.to_thread(shutil.rmtree, home)
-            if isinstance(error, OSError):
-                raise self.store.named(
-                    error, f"sandbox {sandbox_id}: its machine failed"
-                ) from error
+        except OSError as error:
+            named = self.store.named(error, f"sandbox {home.name}: its machine failed")
+            await self._sweep(home)
+            raise named from error
+        except BaseException:
+            await self._sweep(home)
             raise
         finally:
-            self._starting.discard(sandbox_id)
+            self._starting.discard(home.name)
+
+    async def _sweep(self, home: Path) -> None:
+        """End whatever there is of a sandbox that nobody owns."""
+        await self.mechanism.sweep(home.name, home)
+        await kill_orphans(home.name)
+        await asyncio.to_thread(remove_tree, home)
 
 
 def _inside(path: str) -> str:
