@@ -30,9 +30,10 @@ class Router(nn.Module):
 
     expert_bias: Tensor
 
-    def __init__(self, config: MoeConfig, hidden_size: int) -> None:
+    def __init__(self, config: MoeConfig, hidden_size: int, impl: str) -> None:
         super().__init__()
         self.config = config
+        self.impl = impl
         # set by a trainer whose loss reads the scores (an auxiliary loss); nothing else needs it
         self.has_score_gradient = False
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
@@ -53,6 +54,7 @@ class Router(nn.Module):
             num_groups=config.num_expert_groups,
             topk_groups=config.topk_groups,
             has_score_gradient=self.has_score_gradient,
+            impl="torch" if torch.is_grad_enabled() else self.impl,
         )
 
 
@@ -121,7 +123,7 @@ class Moe(nn.Module):
         super().__init__()
         size = config.hidden_size
         latent = moe.latent_size
-        self.gate = Router(moe, size)
+        self.gate = Router(moe, size, config.impl.moe)
         experts = Experts if moe.expert_format == "dense" else Mxfp4Experts
         self.experts = experts(config, moe, latent or size)
         self.has_latent = latent is not None

@@ -33,6 +33,7 @@ class Pieces(NamedTuple):
     # from (d_act, inner, weight, glu): weighted activation, d_inner, d_weight
     activate_backward: Callable[[Tensor, Tensor, Tensor, Glu], tuple[Tensor, Tensor, Tensor]]
     combine: _Combine  # the sum over a token's rows, `[T, Z]`
+    plan: Callable[[Tensor, int], "_Plan"]  # of ids `[T, A]` and the number of experts
 
 
 class _Plan(NamedTuple):
@@ -68,7 +69,13 @@ def moe_experts_triton(
     except ModuleNotFoundError as error:
         raise ImplError(f"moe_experts: impl='triton' needs triton ({error})") from error
     triton.refuse_unserved("moe_experts", x, weights, gate_up_proj, down_proj)
-    pieces = Pieces(triton.activate, triton.activate_backward, triton.combine)
+
+    def plan(expert_ids: Tensor, num_experts: int) -> _Plan:
+        if expert_ids.numel() > triton.MAX_SORTED:
+            return _plan(expert_ids, num_experts)
+        return _Plan(*triton.sort(expert_ids.contiguous(), num_experts))
+
+    pieces = Pieces(triton.activate, triton.activate_backward, triton.combine, plan)
     return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, pieces)
 
 
@@ -96,14 +103,14 @@ def _combine(values: Tensor, row: Tensor, weights: Tensor, *, is_weighted: bool)
     return torch.bmm(weights.unsqueeze(1), y.to(weights.dtype)).squeeze(1).to(values.dtype)
 
 
-_PIECES = Pieces(activate, _weighted_backward, _combine)
-
-
 def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
     pairs, flat = sorted_pairs(expert_ids), expert_ids.flatten()
     counts = torch.zeros(num_experts, dtype=torch.int32, device=flat.device)
     counts.index_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
     return _Plan(*pairs, counts.cumsum(0, dtype=torch.int32))
+
+
+_PIECES = Pieces(activate, _weighted_backward, _combine, _plan)
 
 
 class _Experts(torch.autograd.Function):
@@ -118,7 +125,7 @@ class _Experts(torch.autograd.Function):
         glu: Glu,
         pieces: Pieces,
     ) -> Tensor:
-        plan = _plan(expert_ids, gate_up_proj.shape[0])
+        plan = pieces.plan(expert_ids, gate_up_proj.shape[0])
         x_sorted = x.index_select(0, plan.token)
         inner = F.grouped_mm(x_sorted, gate_up_proj.mT, offs=plan.stops)
         y_sorted = F.grouped_mm(pieces.activate(inner, glu), down_proj.mT, offs=plan.stops)

@@ -5,6 +5,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from baltoro.ops.impl import ImplError
+
 _SUM_EPS = 1e-20  # of the released code, in the renormalisation
 
 
@@ -27,6 +29,7 @@ def route(
     num_groups: int = 1,
     topk_groups: int = 1,
     has_score_gradient: bool = False,
+    impl: str = "torch",
 ) -> Routing:
     """Choose `A = num_experts_per_token` of `E` experts per token.
 
@@ -36,9 +39,24 @@ def route(
     chosen experts, divided by (their sum + 1e-20) if `renormalize`, times `scaling_factor`. Among
     equal biased scores the lowest expert id wins, and among equal groups the lowest group.
     `has_score_gradient` lets the returned scores carry the router's gradient too, for an auxiliary
-    loss on them.
+    loss on them. `impl="triton"` is one kernel, for fp32, one group and no gradients; every other
+    name is the same plain code.
     """
     _check(router_logits, expert_bias, num_experts_per_token, activation, num_groups, topk_groups)
+    if impl == "triton":
+        if topk_groups < num_groups or (torch.is_grad_enabled() and router_logits.requires_grad):
+            raise ImplError(
+                f"route: impl='triton' serves one group without gradients, not {topk_groups} of "
+                f"{num_groups} groups; use impl='torch'"
+            )
+        return _route_triton(
+            router_logits,
+            expert_bias,
+            num_experts_per_token,
+            activation == "softmax",
+            renormalize,
+            scaling_factor,
+        )
     if activation == "sigmoid":
         scores = torch.sigmoid(router_logits)
     else:
@@ -54,6 +72,24 @@ def route(
     if scaling_factor != 1.0:
         weights = weights * scaling_factor
     return Routing(scores if has_score_gradient else unbiased, expert_ids, weights)
+
+
+def _route_triton(
+    logits: Tensor,
+    bias: Tensor | None,
+    num_active: int,
+    is_softmax: bool,
+    renormalize: bool,
+    scaling: float,
+) -> Routing:
+    try:
+        from . import triton
+    except ModuleNotFoundError as error:
+        raise ImplError(f"route: impl='triton' needs triton ({error})") from error
+    triton.refuse_unserved("route", logits)
+    return Routing(
+        *triton.choose_experts(logits, bias, num_active, is_softmax, renormalize, scaling)
+    )
 
 
 def _first_largest(values: Tensor, count: int) -> Tensor:

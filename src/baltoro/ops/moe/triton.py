@@ -1,4 +1,8 @@
-"""What stands between the grouped products on an NVIDIA GPU, each in one pass.
+"""What stands before and between the grouped products on an NVIDIA GPU, each in one pass.
+
+The router's choice takes the largest score as often as a token has experts. For few pairs each
+expert finds its own among all of them: those of lower experts stand before its first, and those
+before a pair that are its own say how far behind the first it comes.
 
 The gated unit reads pre-activations `[TA, 2F]` once; its backward also applies a pair's weight and
 takes that weight's gradient. The combination gathers the rows of a token's experts and sums them,
@@ -10,14 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baltoro.ops.impl import ImplError
 from baltoro.ops.moe.shared import Glu
-from baltoro.ops.triton import refuse_unserved
+from baltoro.ops.triton import cdiv, padded_width, refuse_unserved
 
-__all__ = ["activate", "activate_backward", "combine", "refuse_unserved"]
+__all__ = ["activate", "activate_backward", "choose_experts", "combine", "refuse_unserved", "sort"]
 
 ROWS = 4  # pairs of a program
 COLUMNS = 512  # F or Z at once
 WARPS = 4
+SUM_EPS = tl.constexpr(1e-20)  # of the released code, in the renormalisation
+MAX_EXPERTS = 1024  # scores of a token in one program
+MAX_SORTED = 8192  # pairs that every expert looks through
+SORT_BLOCK = 1024
 
 
 @triton.jit
@@ -117,6 +126,113 @@ def combine_kernel(
         total += value
     target = out + tokens[:, None] * Z + columns[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def choose_kernel(
+    logits, bias, scores, ids, weights, num_tokens, scaling,
+    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, R: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """The `A` best experts of `R` tokens and their weights; grid (tokens)."""
+    tokens = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    experts = tl.arange(0, BE)
+    is_expert = (experts < E)[None, :]
+    mask = (tokens < num_tokens)[:, None] & is_expert
+    places = tokens[:, None] * E + experts[None, :]
+    logit = tl.load(logits + places, mask=mask, other=0.0)
+    if IS_SOFTMAX:
+        logit = tl.where(is_expert, logit, float("-inf"))
+        score = tl.exp(logit - tl.max(logit, 1)[:, None])
+        score /= tl.sum(score, 1)[:, None]
+    else:
+        score = tl.where(is_expert, tl.sigmoid(logit), 0.0)
+    tl.store(scores + places, score, mask=mask)
+    choice = score
+    if bias is not None:
+        choice += tl.load(bias + experts, mask=experts < E, other=0.0)[None, :]
+    choice = tl.where(is_expert, choice, float("-inf"))
+    slots = tl.arange(0, BA)
+    best_ids = tl.zeros([R, BA], tl.int32)
+    best = tl.zeros([R, BA], tl.float32)
+    for a in tl.static_range(A):
+        # scores that are not numbers must not lead beyond the experts
+        chosen = tl.minimum(tl.argmax(choice, 1, tie_break_left=True), E - 1)
+        is_chosen = experts[None, :] == chosen[:, None]
+        value = tl.sum(tl.where(is_chosen, score, 0.0), 1)
+        is_slot = (slots == a)[None, :]
+        best = tl.where(is_slot, value[:, None], best)
+        best_ids = tl.where(is_slot, chosen[:, None], best_ids)
+        choice = tl.where(is_chosen, float("-inf"), choice)
+    if IS_RENORMALIZED:
+        best /= tl.sum(best, 1)[:, None] + SUM_EPS
+    places = tokens[:, None] * A + slots[None, :]
+    mask = (tokens < num_tokens)[:, None] & (slots < A)[None, :]
+    tl.store(weights + places, best * scaling, mask=mask)
+    tl.store(ids + places, best_ids.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def sort_kernel(ids, token, pair, row, stops, num_pairs, A: tl.constexpr, B: tl.constexpr):
+    """Where the pairs of one expert stand in the order of experts, then of tokens; grid (E)."""
+    expert = tl.program_id(0)
+    stop = expert * 0
+    for first in tl.range(0, num_pairs, B):
+        pairs = first + tl.arange(0, B)
+        found = tl.load(ids + pairs, mask=pairs < num_pairs, other=1 << 30)
+        stop += tl.sum((found < expert).to(tl.int32), 0)
+    for first in tl.range(0, num_pairs, B):
+        pairs = first + tl.arange(0, B)
+        is_own = tl.load(ids + pairs, mask=pairs < num_pairs, other=1 << 30) == expert
+        count = is_own.to(tl.int32)
+        places = (stop + tl.cumsum(count, 0) - count).to(tl.int64)
+        tl.store(row + pairs, places, mask=is_own)
+        tl.store(pair + places, pairs.to(tl.int64), mask=is_own)
+        tl.store(token + places, (pairs // A).to(tl.int64), mask=is_own)
+        stop += tl.sum(count, 0)
+    tl.store(stops + expert, stop)
+
+
+def choose_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    num_active: int,
+    is_softmax: bool,
+    is_renormalized: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores `[T, E]` fp32, ids `[T, A]` int64 and weights `[T, A]` fp32, without gradients."""
+    num_tokens, num_experts = logits.shape
+    if num_experts > MAX_EXPERTS or logits.dtype != torch.float32:
+        raise ImplError(
+            f"route: impl='triton' serves fp32 scores of at most {MAX_EXPERTS} experts, not "
+            f"{logits.dtype} {list(logits.shape)}"
+        )
+    logits = logits.contiguous()
+    scores = torch.empty_like(logits)
+    ids = logits.new_empty((num_tokens, num_active), dtype=torch.int64)
+    weights = logits.new_empty((num_tokens, num_active))
+    padded = padded_width(num_experts)
+    rows = max(1, min(4, 256 // padded))
+    if num_tokens:
+        choose_kernel[(cdiv(num_tokens, rows),)](
+            logits, bias, scores, ids, weights, num_tokens, scaling, E=num_experts, A=num_active,
+            BE=padded, BA=padded_width(num_active), R=rows, IS_SOFTMAX=is_softmax,
+            IS_RENORMALIZED=is_renormalized, num_warps=max(1, padded * rows // 256),
+        )  # fmt: skip
+    return scores, ids, weights
+
+
+def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`moe.shared.sorted_pairs` of at most `MAX_SORTED` pairs, and where each expert's end."""
+    num_pairs = expert_ids.numel()
+    token, pair, row = (expert_ids.new_empty(num_pairs) for _ in range(3))
+    stops = expert_ids.new_empty(num_experts, dtype=torch.int32)
+    sort_kernel[(num_experts,)](
+        expert_ids, token, pair, row, stops, num_pairs, A=expert_ids.shape[1],
+        B=min(SORT_BLOCK, padded_width(max(num_pairs, 16))), num_warps=WARPS,
+    )  # fmt: skip
+    return token, pair, row, stops
 
 
 def activate(inner: Tensor, glu: Glu) -> Tensor:

@@ -1,0 +1,93 @@
+"""The router's choice and the order of pairs as kernels: equal to the plain forms."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from ops.harness import poisoned_memory
+from torch import Tensor
+
+from baltoro.ops.impl import ImplError
+from baltoro.ops.moe import route
+from baltoro.ops.moe import triton as kernels
+from baltoro.ops.moe.shared import sorted_pairs
+from baltoro.ops.moe.triton import sort
+
+gpu = pytest.mark.gpu
+OPTIONS = {"activation": "sigmoid", "renormalize": True, "scaling_factor": 2.5}
+
+
+def logits_of(num_tokens: int, num_experts: int, device: str) -> Tensor:
+    """Scores among which many are equal, so that the order of ids decides."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    logits = torch.randint(-8, 8, (num_tokens, num_experts), generator=generator) / 4
+    return logits.to(device)
+
+
+def check_choice(device: str, num_tokens: int, num_experts: int, num_active: int) -> None:
+    logits = logits_of(num_tokens, num_experts, device)
+    bias = (torch.arange(num_experts, device=device) % 3) / 8
+    for activation in ("sigmoid", "softmax"):
+        for each in (None, bias):
+            options = {**OPTIONS, "activation": activation, "num_experts_per_token": num_active}
+            expected = route(logits, each, **options, impl="torch")
+            found = route(logits, each, **options, impl="triton")
+            # rounding of a softmax may part or join two equal scores
+            if activation == "sigmoid":
+                assert torch.equal(found.expert_ids, expected.expert_ids)
+                assert torch.allclose(found.weights, expected.weights, rtol=1e-5, atol=1e-7)
+            assert torch.allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-7)
+            assert torch.allclose(found.weights.sum(-1), expected.weights.sum(-1), rtol=1e-5)
+
+
+def check_sort(device: str, num_tokens: int, num_experts: int, num_active: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(-1)[:, :num_active]
+    ids = ids.to(device).contiguous()
+    token, pair, row, stops = sort(ids, num_experts)
+    for found, expected in zip((token, pair, row), sorted_pairs(ids), strict=True):
+        assert torch.equal(found, expected)
+    counts = torch.bincount(ids.flatten(), minlength=num_experts)
+    assert torch.equal(stops.long(), counts.cumsum(0))
+
+
+@gpu
+@pytest.mark.parametrize("num_tokens", [1, 7, 256, 1000])
+@pytest.mark.parametrize(("num_experts", "num_active"), [(8, 2), (64, 6), (96, 8), (896, 16)])
+def test_experts_are_chosen_as_by_the_plain_form(num_tokens, num_experts, num_active):
+    with poisoned_memory():
+        check_choice("cuda", num_tokens, num_experts, num_active)
+
+
+@gpu
+@pytest.mark.parametrize("num_tokens", [1, 5, 256, 512])
+@pytest.mark.parametrize(("num_experts", "num_active"), [(8, 2), (64, 6), (896, 16)])
+def test_pairs_are_sorted_as_by_the_plain_form(num_tokens, num_experts, num_active):
+    with poisoned_memory():
+        check_sort("cuda", num_tokens, num_experts, num_active)
+
+
+@gpu
+def test_scores_that_are_not_numbers_choose_existing_experts():
+    logits = torch.full((3, 6), torch.nan, device="cuda")
+    ids = route(logits, None, num_experts_per_token=2, **OPTIONS, impl="triton").expert_ids
+    assert ids.min() >= 0 and ids.max() < 6
+
+
+def test_gradients_and_groups_are_refused():
+    logits = torch.zeros(2, 8)
+    with pytest.raises(ImplError, match="one group without gradients, not 1 of 2 groups"):
+        route(
+            logits,
+            None,
+            num_experts_per_token=2,
+            num_groups=2,
+            topk_groups=1,
+            **OPTIONS,
+            impl="triton",
+        )
+    with pytest.raises(ImplError, match="one group without gradients"):
+        route(logits.requires_grad_(), None, num_experts_per_token=2, **OPTIONS, impl="triton")
+    with torch.no_grad(), pytest.raises(ImplError, match="at most 1024 experts"):
+        kernels.choose_experts(torch.zeros(1, 2048), None, 2, False, True, 1.0)
