@@ -70,11 +70,10 @@ def is_shared(pid: int, ram: Path) -> bool:
 
 def _mapping(pid: int, ram: Path) -> re.Match[str]:
     wanted = os.stat(ram)
-    device = f"{os.major(wanted.st_dev):02x}:{os.minor(wanted.st_dev):02x}"
-    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
-        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) ...([sp]) \S+ (\S+) (\d+)", line)
-        if match and match[4] == device and int(match[5]) == wanted.st_ino:
-            return match
+    file = f"{os.major(wanted.st_dev):02x}:{os.minor(wanted.st_dev):02x} {wanted.st_ino}"
+    pattern = rf"^([0-9a-f]+)-([0-9a-f]+) ...([sp]) \S+ {file}\b"
+    if match := re.search(pattern, Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE):
+        return match
     raise SnapshotError(f"process {pid} does not map {ram}; it ended, or the file was replaced")
 
 

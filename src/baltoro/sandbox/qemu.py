@@ -127,11 +127,12 @@ class QemuMachine:
     async def save_devices(self, target: Path) -> None:
         """Write the state of a stopped machine without its memory."""
         await self._qmp.migrate("migrate", os.open(target, os.O_WRONLY | os.O_CREAT, 0o600))
+        await self._qmp.settle()
 
     async def _go_on_privately(self) -> None:
         """From here on the RAM file is frozen, and this QEMU maps it copy-on-write."""
         os.kill(self._process.pid, FREEZE_SIGNAL)
-        await self._qmp.run("query-status")  # answered by the thread that took the signal
+        await self._qmp.settle()  # by the thread that takes the signal
         if is_shared(self._process.pid, self._ram):
             raise SnapshotError("its QEMU still writes to its RAM file")
         self._ram = self._ram.rename(self._home / FROZEN)

@@ -31,7 +31,7 @@ class Qmp:
     async def migrate(self, command: str, fd: int) -> None:
         """Save (`migrate`) or load (`migrate-incoming`) all but memory, in a file that is closed.
 
-        Returns when QEMU says that it is done; nothing is asked again and again.
+        Returns when QEMU says that it is done.
         """
         with os.fdopen(fd, "rb"), self._writer.get_extra_info("socket").dup() as own:
             message = {"execute": "getfd", "arguments": {"fdname": "state"}}
@@ -43,6 +43,14 @@ class Qmp:
             if "failed" in self._statuses:
                 raise SandboxError(f"qemu {command} failed")
             await self._line()
+
+    async def settle(self) -> None:
+        """Wait for what was begun before: signals, and a `migrate` that has told its end.
+
+        QEMU refuses to go on before the thread of the latter has let go, a moment later.
+        """
+        while (await self.run("query-status"))["status"] == "finish-migrate":
+            pass
 
     async def run(self, command: str, **arguments: object) -> Any:
         """Run a command; returns its value. `SandboxError` with QEMU's words if it refuses."""
