@@ -16,6 +16,7 @@ Beside the program, `calls` gets a line per request and `behaviour` (JSON) may h
 
 import argparse
 import asyncio
+import errno
 import gzip
 import json
 import mmap
@@ -104,7 +105,7 @@ class Guest:
         elif kind == "X":
             argv = payload[1:].split(b"\0")[2:]
             if argv[0] != b"COUNT":
-                return [("E", struct.pack("<I", 2))]
+                return [("E", struct.pack("<I", errno.ENOENT))]
             self.table["counts"][name] = 0
             answer = []
         elif kind == "I" and name in self.table["counts"]:
@@ -122,10 +123,12 @@ class Guest:
                 self.table["files"][path] = [self.table["next"], len(data)]
                 self.table["next"] += -(-len(data) // PAGE) * PAGE + 64 * PAGE
         elif kind == "R":
-            offset, size = self.table["files"].get(payload.decode(), (0, -1))
-            data = self.memory[offset : offset + max(size, 0)]
-            answer = [("D", data)] if size > 0 else []
-            answer.append(("E", struct.pack("<I", 2 if size < 0 else 0)))
+            path, wanted = payload.decode().split("\0")
+            offset, size = self.table["files"].get(path, (0, -1))
+            code = errno.ENOENT if size < 0 else errno.EFBIG if size > int(wanted) else 0
+            data = self.memory[offset : offset + size] if size > 0 and not code else b""
+            answer = [("D", data)] if data else []
+            answer.append(("E", struct.pack("<I", code)))
         else:
             answer = []
         self.save_table()

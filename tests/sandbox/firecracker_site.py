@@ -49,8 +49,10 @@ class Site:
         text = json.dumps({"version": "1.10.1", **behaviour})
         (self.binary.parent / "behaviour").write_text(text)
 
-    def mechanism(self) -> Firecracker:
-        return Firecracker(self.prefix, self.folder / "disks", probe=lambda: (True, "real"))
+    def mechanism(self, templates: Path | None = None) -> Firecracker:
+        return Firecracker(
+            self.prefix, self.folder / "disks", templates=templates, probe=lambda: (True, "real")
+        )
 
     def open(self) -> None:
         self.store = Store(self.folder / "store", 4 << 30, is_durable=False)

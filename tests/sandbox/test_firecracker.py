@@ -221,6 +221,23 @@ def test_a_stopped_sandbox_wakes_under_another_root(tools, tmp_path):
     run(tools, tmp_path, body)
 
 
+def test_with_templates_a_machine_boots_once_and_first_snapshots_are_diffs(tools, tmp_path):
+    async def body(site):
+        site.driver.mechanism = site.mechanism(site.folder / "templates")
+        first, second = await site.create(), await site.create()
+        assert site.names(first) == [*BOOT, PAUSE, CREATE, LOAD, PAUSE]
+        assert site.names(second) == [LOAD, PAUSE]
+        counters = [await counter(box) for box in (first, second)]
+        assert [await add(counters[0], 1), await add(counters[1], 2)] == [1, 2]
+        (branch,) = await second.fork(1)
+        assert site.calls(second)[-2]["body"]["snapshot_type"] == "Diff"
+        assert await add(await branch.attach(counters[1].id), 0) == 2
+        await site.driver.create(site.image, Limits(memory_bytes=100 << 20), Net())
+        assert len(os.listdir(site.folder / "templates")) == 2
+
+    run(tools, tmp_path, body)
+
+
 def test_sixteen_branches_answer(tools, tmp_path):
     async def body(site):
         sandbox = await site.create()

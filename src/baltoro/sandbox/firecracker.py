@@ -36,6 +36,7 @@ least 220 processes are allowed.
 import asyncio
 import contextlib
 import errno
+import hashlib
 import math
 import os
 import re
@@ -44,7 +45,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from baltoro.sandbox.channel import Channel
-from baltoro.sandbox.guest_disk import limit_parameters, make_disk, make_initramfs, ram_bytes
+from baltoro.sandbox.guest_disk import (
+    image_key,
+    limit_parameters,
+    make_disk,
+    make_initramfs,
+    ram_bytes,
+)
 from baltoro.sandbox.host import kill_named, run_output
 from baltoro.sandbox.install import find_tool
 from baltoro.sandbox.kvm import probe_kvm
@@ -65,6 +72,7 @@ from baltoro.sandbox.vmm import PORT, Vmm
 MIN_VERSION = (1, 10)
 GUEST_CID = 3  # the same in all: each process has its own socket
 BOOT_TIMEOUT_S = 30.0
+TEMPLATE_NEXT_ID = 100
 KERNEL_PARAMETERS = "console=ttyS0 quiet reboot=k panic=-1 pci=off random.trust_cpu=on"
 
 
@@ -98,12 +106,7 @@ class FirecrackerMachine:
         if not is_frozen:
             await self.freeze()
         try:
-            if not self._is_cut:
-                await self.channel.detach()
-                self._is_cut = True
-            body = {"snapshot_path": str(draft.memory / "device"), "mem_file_path": str(target)}
-            body["snapshot_type"] = "Full" if base is None else "Diff"
-            await self._vmm.call("PUT", "/snapshot/create", body)
+            await self.save(draft.memory / "device", target, is_whole=base is None)
             if not is_frozen and not is_last:
                 await self.thaw()
             if base is not None:
@@ -118,6 +121,15 @@ class FirecrackerMachine:
                     await self.channel.close()  # nobody else tells who waits
             raise SnapshotError(f"sandbox {self._id}: {error}") from error
         return {}
+
+    async def save(self, device: Path, memory: Path, *, is_whole: bool) -> None:
+        """Write state and memory of a quiet machine that stands still; hangs up on its agent."""
+        if not self._is_cut:
+            await self.channel.detach()
+            self._is_cut = True
+        body = {"snapshot_path": str(device), "mem_file_path": str(memory)}
+        body["snapshot_type"] = "Full" if is_whole else "Diff"
+        await self._vmm.call("PUT", "/snapshot/create", body)
 
     async def end(self) -> None:
         await self._vmm.end()
@@ -139,12 +151,18 @@ class Firecracker:
     is_bound_to_host = True
 
     def __init__(
-        self, prefix: Path, cache: Path, *, probe: Callable[[], tuple[bool, str]] = probe_kvm
+        self,
+        prefix: Path,
+        cache: Path,
+        *,
+        templates: Path | None = None,
+        probe: Callable[[], tuple[bool, str]] = probe_kvm,
     ):
         """`firecracker/firecracker` and `firecracker/vmlinux` of `prefix` are the operator's.
 
-        `cache` keeps disks made of images. Raises `DriverUnavailableError` with all that is missing
-        here, KVM included.
+        `cache` keeps disks made of images. `templates`, on the filesystem of the driver's folder,
+        keeps machines that have booted once: new sandboxes branch from them, None boots each.
+        Raises `DriverUnavailableError` with all that is missing here, KVM included.
         """
         self.binary = prefix / "firecracker/firecracker"
         self.kernel = prefix / "firecracker/vmlinux"
@@ -166,6 +184,8 @@ class Firecracker:
         cache.mkdir(parents=True, exist_ok=True)
         self._prefix = prefix
         self._cache = cache
+        self._templates = templates
+        self._template_turn = asyncio.Lock()
         self._version: str | None = None
 
     async def version(self) -> str:
@@ -183,6 +203,37 @@ class Firecracker:
     async def boot(
         self, sandbox_id: str, home: Path, image: Image, limits: Limits
     ) -> FirecrackerMachine:
+        if self._templates is None:
+            return await self._boot(sandbox_id, home, image, limits)
+        async with self._template_turn:
+            template = await self._template(self._templates, home, image, limits)
+        machine = await self._load(sandbox_id, home, image, template, TEMPLATE_NEXT_ID)
+        await machine.channel.go_on()
+        await machine.channel.reseed()
+        return machine
+
+    async def _template(self, folder: Path, home: Path, image: Image, limits: Limits) -> Path:
+        """State and memory of a machine of this image that has just booted."""
+        words = (self.name, await self.version(), self.kernel.stat().st_mtime_ns, image_key(image))
+        facts = f"{words} {_machine(limits)} {limit_parameters(limits)}"
+        template = folder / hashlib.sha256(facts.encode()).hexdigest()[:16]
+        if not template.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            work = home / "template"  # swept with the sandbox if this process dies
+            work.mkdir()
+            machine = await self._boot(home.name, home, image, limits)
+            try:
+                await machine.channel.quiet()
+                await machine.freeze()
+                await machine.save(work / "device", work / "ram", is_whole=True)
+            finally:
+                await machine.end()
+            work.rename(template)
+        return template
+
+    async def _boot(
+        self, sandbox_id: str, home: Path, image: Image, limits: Limits
+    ) -> FirecrackerMachine:
         await self.version()
         vmm = await self._start(sandbox_id, home, image)
         try:
@@ -197,19 +248,26 @@ class Firecracker:
     async def revive(
         self, sandbox_id: str, home: Path, manifest: Manifest, memory: Path, layers: list[Path]
     ) -> FirecrackerMachine:
+        image = Image(root=Path(manifest.image_root))
+        first_id = int(manifest.notes["next_id"])
+        return await self._load(sandbox_id, home, image, memory, first_id)
+
+    async def _load(
+        self, sandbox_id: str, home: Path, image: Image, saved: Path, first_id: int
+    ) -> FirecrackerMachine:
         base = home / "ram"
-        os.link(memory / "ram", base)
-        vmm = await self._start(sandbox_id, home, Image(root=Path(manifest.image_root)))
+        os.link(saved / "ram", base)
+        vmm = await self._start(sandbox_id, home, image)
         try:
             body = {
-                "snapshot_path": str(memory / "device"),
+                "snapshot_path": str(saved / "device"),
                 "mem_backend": {"backend_type": "File", "backend_path": str(base)},
                 "enable_diff_snapshots": True,
                 "resume_vm": False,
             }
             await vmm.call("PUT", "/snapshot/load", body)
             await vmm.call("PATCH", "/vm", {"state": "Resumed"})
-            channel = Channel(await vmm.dial_again(), int(manifest.notes["next_id"]))
+            channel = Channel(await vmm.dial_again(), first_id)
         except BaseException:
             await vmm.end()
             raise
@@ -231,23 +289,26 @@ class Firecracker:
         initramfs = await asyncio.to_thread(
             make_initramfs, self._prefix, self._cache, has_modules=False
         )
-        machine = {
-            "vcpu_count": math.ceil(limits.cpus),
-            "mem_size_mib": ram_bytes(limits) // MIB,
-            "track_dirty_pages": True,
-        }
         source = {
             "kernel_image_path": str(self.kernel.resolve()),
             "initrd_path": str(initramfs.resolve()),
             "boot_args": f"{KERNEL_PARAMETERS} {limit_parameters(limits)} vsock_port={PORT}",
         }
         disk = {"drive_id": "image", "path_on_host": "disk"}
-        await vmm.call("PUT", "/machine-config", machine)
+        await vmm.call("PUT", "/machine-config", _machine(limits))
         await vmm.call("PUT", "/boot-source", source)
         await vmm.call(
             "PUT", "/drives/image", {**disk, "is_root_device": False, "is_read_only": True}
         )
         await vmm.call("PUT", "/vsock", {"guest_cid": GUEST_CID, "uds_path": "vsock"})
+
+
+def _machine(limits: Limits) -> dict[str, object]:
+    return {
+        "vcpu_count": math.ceil(limits.cpus),
+        "mem_size_mib": ram_bytes(limits) // MIB,
+        "track_dirty_pages": True,
+    }
 
 
 async def _meet(vmm: Vmm) -> Channel:

@@ -70,7 +70,7 @@ def machine_drivers(prefix: Path, folder: Path) -> dict[str, Callable[[], Mechan
         "qemu": lambda: Qemu(
             prefix, prefix / "disks", "kvm" if probe_kvm()[0] else "tcg", templates=templates
         ),
-        "firecracker": lambda: Firecracker(prefix, prefix / "disks"),
+        "firecracker": lambda: Firecracker(prefix, prefix / "disks", templates=templates),
     }
 
 
