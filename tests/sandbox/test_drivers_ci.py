@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from sandbox import contract
+from sandbox import contract, deaths
 from sandbox.e2b_http import Box, new, serve
 
 from baltoro.sandbox.install import default_prefix, find_tool, install
@@ -24,6 +24,7 @@ DRIVERS = {  # and the tools that each needs
     "criu": ("criu", "guest", "image"),
     "qemu": ("qemu", "kernel", "squashfs", "guest", "image"),
 }
+NUM_DEATHS = 5
 LOOP = "i=0; while true; do i=$((i+1)); echo $i > /new; mv /new /count; sleep 0.1; done"
 
 ran: list[str] = []
@@ -127,6 +128,13 @@ def test_a_command_outlives_pause_server_and_fork(prefix, refusals, driver, tmp_
 
     serve(tmp_path, first, **options)
     serve(tmp_path, second, **options)
+
+
+@pytest.mark.parametrize("driver", ["gvisor", "criu"])
+def test_what_was_committed_outlives_a_killed_keeper(refusals, driver, tmp_path):
+    """A few of the deaths of `test_keeper_death.py`."""
+    skip_if_refused(refusals, driver)
+    deaths.kill_keepers(driver, tmp_path, NUM_DEATHS)
 
 
 def test_every_driver_ran_or_was_refused_by_name(refusals, capsys):
