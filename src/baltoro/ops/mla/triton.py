@@ -76,7 +76,7 @@ def load_rows(
     return tl.load(places, mask=is_here, other=0.0)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_splits"])
+@triton.jit(do_not_specialize=["table_stride", "page_size", "num_heads", "num_splits"])
 def split_kernel(
     q_latent, latents, page_table, lengths, cu_seqlens, out, sums,
     page_stride, table_stride, page_size, num_heads, num_splits, log2_scale,

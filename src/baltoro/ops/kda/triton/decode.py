@@ -117,7 +117,13 @@ def step(S, q, k, v, decay, beta, gate, norm, eps, norm_eps, K: tl.constexpr, V:
     return S, o * norm * tl.sigmoid(gate)
 
 
-@triton.jit
+# sizes whose divisibility makes no load wider
+GENERAL = [
+    "projected_stride", "decay_stride", "beta_stride", "gate_stride", "window_stride", "num_heads",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=GENERAL)
 def decode_kernel(
     projected, decay_logits, beta_logits, gate_logits, conv, a_log, dt_bias, norm_weight,
     windows, states, slots, cu_seqlens, num_kept, y,
