@@ -392,10 +392,13 @@ def test_a_real_kvm_is_demanded_even_with_binary_and_kernel(tools, tmp_path):
         Firecracker(site.prefix, tmp_path, probe=lambda: (False, "kvm: no /dev/kvm"))
 
 
-def test_a_release_without_the_reset_of_connections_is_refused(tools, tmp_path):
+@pytest.mark.parametrize("version", ["1.9.1", "1.16.0"])
+def test_releases_whose_connections_do_not_outlive_a_snapshot_are_refused(tools, tmp_path, version):
     async def body(site):
-        site.behave(version="1.9.1")
-        with pytest.raises(DriverUnavailableError, match=r"1\.9\.1.*1\.10 is needed"):
+        site.behave(version=version)
+        with pytest.raises(
+            DriverUnavailableError, match=rf"{version}.*at least 1\.10\.0 there, not"
+        ):
             await site.create()
 
     run(tools, tmp_path, body)

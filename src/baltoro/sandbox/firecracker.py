@@ -14,7 +14,8 @@ Firecracker is driven over its socket (`firecracker.yaml` of 1.17.0-dev and
   refusal is a 400 with `fault_message`. A load that fails ends the process.
 * Relative paths are those of the process, and a snapshot keeps them as they were given. Each
   process therefore runs in a folder of its own, where `disk` and `vsock` lie, so that any number
-  of branches live side by side, on this host or on another. (`vsock_override` would need 1.16.)
+  of branches live side by side, on this host or on another. (`vsock_override` is
+  newer than 1.15.)
 * A loaded memory file is mapped privately: branches share it until they write, and it must stay
   unchanged while they live. A hard link in the sandbox's folder keeps it.
 * `Full` writes all guest memory. `Diff` writes a sparse file of what was written since the
@@ -22,8 +23,11 @@ Firecracker is driven over its socket (`firecracker.yaml` of 1.17.0-dev and
   its base after the machine has gone on. `track_dirty_pages`, and `enable_diff_snapshots` on a
   load (its later name is unknown to older releases), make the kernel keep count.
 * Creating a snapshot cuts the guest's vsock connections, of the origin too; sockets that listen
-  stay. The host therefore hangs up before and calls again after. Releases before 1.10 forget to
-  tell the guest (issues 4736 and 4811).
+  stay. The host therefore hangs up before and calls again after, until an answer comes: a call
+  that comes before the guest has heard of the cut may be cut too (pull request 5882). Releases
+  before 1.10 do not tell the guest (4796), after a load by 1.16.0 it cannot answer (5958): both
+  are refused. That 1.16 hangs if it is paused amid vsock traffic (6074) is avoided: its agent is
+  quiet by then.
 
 Stops: everything that a machine of its own stops; Firecracker confines itself with seccomp
 filters. There is no network device (listed hosts are reached through `egress.py`), a fixed amount
@@ -69,7 +73,8 @@ from baltoro.sandbox.protocol import (
 from baltoro.sandbox.store import Draft
 from baltoro.sandbox.vmm import PORT, Vmm
 
-MIN_VERSION = (1, 10)
+MIN_VERSION = (1, 10, 0)
+BROKEN_VERSIONS = ((1, 16, 0),)
 GUEST_CID = 3  # the same in all: each process has its own socket
 BOOT_TIMEOUT_S = 30.0
 TEMPLATE_NEXT_ID = 100
@@ -170,7 +175,7 @@ class Firecracker:
         if not os.access(self.binary, os.X_OK):
             reasons.append(
                 f"no program {self.binary}; put a release binary of at least"
-                f" {'.'.join(map(str, MIN_VERSION))} there, it is not packaged"
+                f" {_dotted(MIN_VERSION)} there, it is not packaged"
             )
         if not self.kernel.is_file():
             reasons.append(f"no guest kernel {self.kernel}; put an uncompressed vmlinux there")
@@ -191,11 +196,12 @@ class Firecracker:
     async def version(self) -> str:
         if self._version is None:
             out = await run_output([str(self.binary), "--version"])
-            found = re.search(r"v((\d+)\.(\d+)\.\S+)", out)
-            if found is None or (int(found[2]), int(found[3])) < MIN_VERSION:
+            found = re.search(r"v((\d+)\.(\d+)\.(\d+)\S*)", out)
+            version = (0, 0, 0) if found is None else (int(found[2]), int(found[3]), int(found[4]))
+            if found is None or version < MIN_VERSION or version in BROKEN_VERSIONS:
                 raise DriverUnavailableError(
-                    f"firecracker: {self.binary} is {out.splitlines()[:1]}; at least"
-                    f" {'.'.join(map(str, MIN_VERSION))} is needed"
+                    f"firecracker: {self.binary} is {out.splitlines()[:1]}; put one of at least"
+                    f" {_dotted(MIN_VERSION)} there, not {', '.join(map(_dotted, BROKEN_VERSIONS))}"
                 )
             self._version = found[1]
         return self._version
@@ -301,6 +307,10 @@ class Firecracker:
             "PUT", "/drives/image", {**disk, "is_root_device": False, "is_read_only": True}
         )
         await vmm.call("PUT", "/vsock", {"guest_cid": GUEST_CID, "uds_path": "vsock"})
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _machine(limits: Limits) -> dict[str, object]:
