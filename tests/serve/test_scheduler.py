@@ -40,6 +40,40 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     assert short.finish_reason == "length" and long.num_computed < 400
 
 
+def test_prompts_of_one_length_come_to_their_first_tokens_one_after_the_other() -> None:
+    engine = toy(max_running=8, max_step_tokens=128)
+    sequences = [engine.submit(ids(50, seed), 99) for seed in range(8)]
+    num_first = []
+    for _ in range(5):
+        engine.step()
+        num_first.append(sum(bool(sequence.new_tokens) for sequence in sequences))
+    # equal shares would bring all eight in the fourth step
+    assert num_first[1] >= 2 and num_first[2] >= 4 and num_first[4] == 8
+
+
+def test_a_long_prompt_goes_on_under_any_number_of_short_ones() -> None:
+    engine = toy(max_running=6, max_step_tokens=64)
+    long = engine.submit(ids(400), 1)
+    for number in range(200):
+        engine.submit(ids(40, number), 1)
+    num_steps = 0
+    while not long.finish_reason:
+        before = long.num_computed
+        engine.step()
+        num_steps += 1
+        # 64 // (4 * 6) tokens are promised in each step, up to a boundary of 4 in two
+        assert long.num_computed > before and num_steps <= 200
+
+
+def test_what_is_left_of_a_step_goes_to_the_higher_priority_first() -> None:
+    engine = toy(max_running=2, max_step_tokens=40)
+    low = engine.submit(ids(30), 1, priority=1)
+    high = engine.submit(ids(90, 1), 1)
+    engine.step()
+    engine.step()
+    assert high.num_computed > 40 and not low.finish_reason
+
+
 def test_all_places_are_used_as_long_as_there_are_tokens() -> None:
     engine = toy(max_running=4, max_step_tokens=64)  # sglang 35537: a latch left the fourth outside
     sequences = [engine.submit(ids(60, seed), 40) for seed in range(4)]

@@ -1,9 +1,9 @@
 """Which sequences run in the next step, and how far. Plain Python, no tensors.
 
 One budget of tokens per step. Every decoding sequence gets its token first; what is left is split
-among the prefills, so that a short prompt never waits for a long one to end. Order is by priority
-and arrival: `ageing_s` seconds of waiting make up for one level, and a preempted sequence keeps its
-place. A sequence is let in with pages for its whole prompt. One that does not fit may be passed by
+among the prefills, most of it to those nearest to their end. Places go by priority and arrival:
+`ageing_s` seconds of waiting make up for one level, and a preempted sequence keeps its place. A
+sequence is let in with pages for its whole prompt. One that does not fit may be passed by
 `max_skips` later ones; then the room that others give back is kept for it.
 
 Drafted tokens are verified beside a sequence's own where the step has room: together they take at
@@ -294,12 +294,16 @@ class Scheduler:
         return blocks * unit
 
     def _plan_prefills(self, decodes: tuple[Work, ...], budget: int) -> tuple[Work, ...]:
-        """Equal shares, and what is left over to the first in order."""
+        """A quarter of an equal share to each, and the rest to those with the least left to do.
+
+        So one that can have its first token now need not wait for others to come as far, and a
+        long one goes on whatever short ones come.
+        """
         decoding = {work.sequence for work in decodes}
         sequences = [sequence for sequence in self.running if sequence not in decoding]
         if not sequences:
             return ()
-        share = max(1, budget // len(sequences))
+        share = max(1, budget // (4 * len(sequences)))
         wants = []
         for sequence in sequences:
             assert sequence.table is not None
@@ -309,8 +313,10 @@ class Scheduler:
         for want in wants:
             grants.append(min(want, share, budget))
             budget -= grants[-1]
-        for number, want in enumerate(wants):
-            extra = min(want - grants[number], budget)
+        left = [len(s.tokens) - s.num_computed for s in sequences]
+        order = sorted(range(len(left)), key=lambda n: (sequences[n].request.priority, left[n]))
+        for number in order:
+            extra = min(wants[number] - grants[number], budget)
             grants[number] += extra
             budget -= extra
         works = []

@@ -55,11 +55,17 @@ def _composed(impl: str) -> _Fused:
             torch.sigmoid(beta_logits.to(a_log.dtype)),
             cu_seqlens=cu_seqlens,
             initial_state=initial_state,
+            chunk_size=_chunk_size(q.shape[-1]),
             gate_lower_bound=lower_bound,
             impl=impl,
         )
 
     return run
+
+
+def _chunk_size(key_dim: int) -> int:
+    """A chunk has no more rows than a state: work inside chunks and between them then balance."""
+    return next((size for size in (64, 32) if size <= key_dim), 16)
 
 
 def _triton(
