@@ -59,6 +59,9 @@ class Call:
     check: Callable[[JsonDict], bool] = lambda message: True  # of the message of each choice
 
 
+Span = tuple[float, float]  # start and end, by `time.perf_counter`
+
+
 @dataclass(slots=True)
 class Tally:
     """What all clients saw."""
@@ -67,8 +70,8 @@ class Tally:
     by_kind: Counter[str] = field(default_factory=Counter)
     choices_answered: int = 0
     choices_left: int = 0  # of requests that were hung up on
-    first_s: list[float] = field(default_factory=list)  # to the first token
-    token_s: list[float] = field(default_factory=list)  # between two
+    first: list[Span] = field(default_factory=list)  # from sending to the first token
+    gaps: list[Span] = field(default_factory=list)  # from one token to the next
     faults: list[str] = field(default_factory=list)
 
     def blame(self, call: Call, what: str) -> None:
@@ -180,8 +183,8 @@ class Client:
                     reasons[index] = choice["finish_reason"]
                 if choice.get("logprobs") and not call.body.get("priority"):  # type: ignore[union-attr]
                     # then each token has a chunk, and nobody was let past
-                    times = self.tally.token_s if index in last else self.tally.first_s
-                    times.append(now - last.get(index, start))
+                    spans = self.tally.gaps if index in last else self.tally.first
+                    spans.append((last.get(index, start), now))
                     last[index] = now
         if not is_done or len(reasons) != _num_choices(call):
             self.tally.blame(call, f"a stream without an end: {is_done}, {reasons}")

@@ -29,13 +29,14 @@ import fastapi
 import httpx
 import uvicorn
 from provenance import commit_of
-from serve_load import CHAT, LEAVE_WITHIN_S, TIMEOUT_S, Client, Mix, Tally, user
+from serve_load import CHAT, LEAVE_WITHIN_S, TIMEOUT_S, Client, Mix, Span, Tally, user
 from serve_process import ServerProcess, Usage, served
 
 from baltoro.checkpoint.fixture import fixture
 from baltoro.doctor import machine
 
 QUIET_S = 30.0  # in which a server without clients has to come to rest
+TICK_S, HALT_S = 0.5, 4.0
 LEAVE_SHARE, HALF_SHARE = 0.13, 0.03
 RSS_GROWTH, RSS_SLACK_MB = 0.05, 24.0  # of the last third over the one before
 CANARY = {"messages": user("Hi"), "max_tokens": 24, "temperature": 0}
@@ -72,19 +73,30 @@ async def load(server: ServerProcess, seconds: float, clients: int, seed: int) -
 
 async def watched(
     server: ServerProcess, seconds: float, clients: int, seed: int
-) -> tuple[Tally, list[Usage]]:
-    """The load, and what the process held meanwhile, about 100 times."""
-    samples = [server.usage()]
+) -> tuple[Tally, list[Usage], list[Span]]:
+    """The load, what the process held meanwhile, about 100 times, and when all was at a halt.
+
+    On a machine that others measure on, everything may be stopped for a while.
+    """
+    samples, halts = [server.usage()], list[Span]()
 
     async def watch() -> None:
         while server.is_running:
             await asyncio.sleep(max(0.2, seconds / 100))
             samples.append(server.usage())
 
-    watching = asyncio.create_task(watch())
+    async def tick() -> None:
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(TICK_S)
+            if time.perf_counter() - before > TICK_S + HALT_S:
+                halts.append((before, time.perf_counter()))
+
+    tasks = [asyncio.create_task(watch()), asyncio.create_task(tick())]
     tally = await load(server, seconds, clients, seed)
-    watching.cancel()
-    return tally, samples
+    for task in tasks:
+        task.cancel()
+    return tally, samples, halts
 
 
 def at_rest(server: ServerProcess, before: Usage) -> tuple[dict[str, float], Usage]:
@@ -148,8 +160,11 @@ def growth_of(samples: Sequence[Usage], after: Usage) -> list[str]:
     return faults
 
 
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Of seconds, in milliseconds."""
+def quantiles(spans: Sequence[Span], halts: Sequence[Span]) -> dict[str, float]:
+    """Milliseconds of the spans in which nothing was at a halt."""
+    values = [
+        end - start for start, end in spans if not any(a < end and start < b for a, b in halts)
+    ]
     if len(values) < 2:
         return {"count": len(values)}
     parts = statistics.quantiles(values, n=1000, method="inclusive")
@@ -166,7 +181,9 @@ def soak(checkpoint: Path, arguments: argparse.Namespace, log: Path) -> dict[str
         num_before = sum(labelled(metrics, "vllm:request_success").values())
         seconds = 60.0 * arguments.minutes
         start = time.monotonic()
-        tally, samples = asyncio.run(watched(server, seconds, arguments.clients, arguments.seed))
+        tally, samples, halts = asyncio.run(
+            watched(server, seconds, arguments.clients, arguments.seed)
+        )
         loaded_s = time.monotonic() - start
         metrics, after = at_rest(server, before)
         faults = faults_of(tally, metrics, num_before, before, samples, after)
@@ -193,8 +210,9 @@ def soak(checkpoint: Path, arguments: argparse.Namespace, log: Path) -> dict[str
         "replies_left": tally.choices_left,
         "replies_counted": labelled(metrics, "vllm:request_success"),
         "sequences_ended": labelled(metrics, "baltoro:ended_sequences"),
-        "time_to_first_token": quantiles(tally.first_s),
-        "time_per_token": quantiles(tally.token_s),
+        "halted_s": round(sum(end - start for start, end in halts), 1),
+        "time_to_first_token": quantiles(tally.first, halts),
+        "time_per_token": quantiles(tally.gaps, halts),
         "before": before._asdict(),
         "after": after._asdict(),
         "rss_mb": [round(usage.rss_mb, 1) for usage in samples],
