@@ -217,7 +217,10 @@ def test_nothing_reads_the_environment_or_swallows_errors():
     for path in sources():
         for node in ast.walk(tree(path)):
             text = ast.unparse(node) if isinstance(node, (ast.Attribute, ast.ExceptHandler)) else ""
-            is_environment = bool({"os.environ", "os.getenv"} & {text, *targets(node)})
+            is_guest = path.parent.name == "guest"  # a script that is given its environment
+            is_environment = not is_guest and bool(
+                {"os.environ", "os.getenv"} & {text, *targets(node)}
+            )
             is_catch_all = isinstance(node, ast.ExceptHandler) and (
                 node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
             )

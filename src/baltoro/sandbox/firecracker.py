@@ -14,8 +14,7 @@ Firecracker is driven over its socket (`firecracker.yaml` of 1.17.0-dev and
   refusal is a 400 with `fault_message`. A load that fails ends the process.
 * Relative paths are those of the process, and a snapshot keeps them as they were given. Each
   process therefore runs in a folder of its own, where `disk` and `vsock` lie, so that any number
-  of branches live side by side, on this host or on another. (`vsock_override` is
-  newer than 1.15.)
+  of branches live side by side, on this host or on another. (`vsock_override` is newer than 1.15.)
 * A loaded memory file is mapped privately: branches share it until they write, and it must stay
   unchanged while they live. A hard link in the sandbox's folder keeps it.
 * `Full` writes all guest memory. `Diff` writes a sparse file of what was written since the
