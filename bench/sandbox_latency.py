@@ -29,8 +29,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from provenance import commit_of
 
@@ -290,7 +291,7 @@ def as_user(words: list[str]) -> list[str]:
     return ["unshare", "-m", "sh", "-c", script, str(USER), sys.executable, *words]
 
 
-def merge(path: Path, report: dict[str, object], rows: list[dict[str, object]]) -> None:
+def merge(path: Path, report: Mapping[str, object], rows: list[dict[str, Any]]) -> None:
     """Put rows into a result file beside those of other drivers and sizes."""
     old = json.loads(path.read_text()) if path.exists() else {"results": []}
     new = {(row["driver"], row["megabytes"]) for row in rows}
@@ -300,10 +301,10 @@ def merge(path: Path, report: dict[str, object], rows: list[dict[str, object]]) 
     path.write_text(json.dumps({**old, **report, "results": order}, indent=2) + "\n")
 
 
-def table(report: dict[str, object]) -> str:
+def table(report: dict[str, Any]) -> str:
     """All rows of a result file beside what K3 reports."""
     lines = [f"{'p50 ms':22}" + "".join(f"{name:>10}" for name in COLUMNS)]
-    rows = [(f"{r['driver']} {r['megabytes']} MB", r["p50_ms"]) for r in report["results"]]  # type: ignore[attr-defined]
+    rows = [(f"{r['driver']} {r['megabytes']} MB", r["p50_ms"]) for r in report["results"]]
     for name, values in [*rows, ("K3 (report)", K3)]:
         cells = (f"{values[column]:10.1f}" if column in values else " " * 10 for column in COLUMNS)
         lines.append(f"{name:22}" + "".join(cells))
@@ -334,7 +335,7 @@ def main() -> None:
                 "--prefix",
                 str(options.prefix),
                 "--commit",
-                commit_of(None),
+                commit_of(options.commit),
                 "--out",
                 str(out),
             ]

@@ -50,7 +50,7 @@ class Qmp:
         QEMU refuses to go on before the thread of the latter has let go, a moment later.
         """
         while (await self.run("query-status"))["status"] == "finish-migrate":
-            pass
+            await asyncio.sleep(0.001)  # else its main loop and we keep the lock from that thread
 
     async def run(self, command: str, **arguments: object) -> Any:
         """Run a command; returns its value. `SandboxError` with QEMU's words if it refuses."""
