@@ -1,10 +1,9 @@
 import pytest
 import torch
 from ops.earned import Allocations, assert_earned, randn
-from ops.harness import relative_error
 from torch.autograd import gradcheck
 
-from baltoro.ops.mla import dense, latent_attention, varlen_attention
+from baltoro.ops.mla import dense, varlen_attention
 
 IMPLS = ["reference", "torch"]
 SCALE = 0.4
@@ -154,60 +153,3 @@ def test_wrong_lengths_name_the_field(impl):
         attend(impl, [4], [6], q, k[..., :3], v)
     with pytest.raises(ValueError, match=r"k torch\.float32"):
         attend(impl, [4], [6], q, k.float(), v)
-
-
-def latent(impl, q, kv, lengths, rank=8):
-    seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    return latent_attention(q, kv, seq_lens, kv_lora_rank=rank, scale=SCALE, impl=impl)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", [[], [1], [23], [23, 1, 16, 23]])
-def test_latent_attention_earns_its_tolerance(lengths, dtype):
-    q, kv = 2 * randn(len(lengths), 3, 12), randn(len(lengths), 23, 12)
-    tensors = [q.to(dtype), kv.to(dtype)]
-    exact = latent("reference", *(t.double() for t in tensors), lengths)
-    usual = relative_error(latent("reference", *tensors, lengths), exact)
-    error = relative_error(latent("torch", *tensors, lengths), exact)
-    assert error <= 2 * usual + EXP_STEPS * torch.finfo(dtype).eps / 2
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_rows_beyond_the_length_never_leak(impl):
-    q, kv = randn(3, 2, 12).float(), randn(3, 9, 12).float()
-    lengths = [9, 4, 1]
-    clean = latent(impl, q, kv, lengths)
-    kv[1, 4:] = torch.nan
-    kv[2, 1:] = torch.nan
-    assert torch.equal(latent(impl, q, kv, lengths), clean)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_absorbed_attention_equals_expanded_attention(impl):
-    num_heads, rank, shared, nope, length = 3, 8, 4, 6, 13
-    q_nope, q_shared = randn(1, num_heads, nope), randn(1, num_heads, shared)
-    kv = randn(1, length, rank + shared)
-    up_k, up_v = randn(num_heads, nope, rank), randn(num_heads, 5, rank)
-    q_latent = torch.cat([torch.einsum("nhd,hdr->nhr", q_nope, up_k), q_shared], -1)
-    mixed = latent(impl, q_latent, kv, [length], rank)
-    absorbed = torch.einsum("nhr,hvr->nhv", mixed, up_v)
-    k_nope = torch.einsum("lr,hdr->lhd", kv[0, :, :rank], up_k)
-    k = torch.cat([k_nope, kv[0, :, None, rank:].expand(-1, num_heads, -1)], -1)
-    v = torch.einsum("lr,hvr->lhv", kv[0, :, :rank], up_v)
-    q = torch.cat([q_nope, q_shared], -1)
-    torch.testing.assert_close(absorbed, attend(impl, [1], [length], q, k, v))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_wrong_latent_inputs_name_the_field(impl):
-    q, kv = randn(2, 3, 12), randn(2, 9, 12)
-    with pytest.raises(ValueError, match=r"seq_lens\[1\]=0"):
-        latent(impl, q, kv, [9, 0])
-    with pytest.raises(ValueError, match=r"seq_lens\[0\]=10 must be between 1 and the 9 rows"):
-        latent(impl, q, kv, [10, 1])
-    with pytest.raises(ValueError, match=r"seq_lens has shape \[1\]"):
-        latent(impl, q, kv, [9])
-    with pytest.raises(ValueError, match="kv_lora_rank=13"):
-        latent(impl, q, kv, [9, 9], rank=13)
-    with pytest.raises(ValueError, match=r"kv_latent torch\.float32"):
-        latent(impl, q, kv.float(), [9, 9])

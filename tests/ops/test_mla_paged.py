@@ -4,11 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from ops.earned import randn
 from ops.harness import boundaries, relative_error
 from torch import Tensor
 
 from baltoro.ops.impl import ImplError
-from baltoro.ops.mla import latent_attention
+from baltoro.ops.mla import varlen_attention
 from baltoro.ops.mla.paged import paged_latent_attention
 
 IMPLS = ["reference", "torch"]
@@ -108,16 +109,27 @@ def test_the_plain_form_earns_its_tolerance(lengths, num_queries, dtype):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_pages_are_one_cache_row_after_row(impl):
-    pages = pages_of([23, 8, 1])
-    rows = pages.q_latent.new_zeros(3, 24, pages.q_latent.shape[2])
-    for n, length in enumerate([23, 8, 1]):
-        for i in range(length):
-            rows[n, i] = pages.latents[pages.page_table[n, i // 8], i % 8]
-    flat = latent_attention(
-        pages.q_latent, rows, pages.lengths, kv_lora_rank=pages.rank, scale=SCALE, impl=impl
+def test_it_equals_attention_over_expanded_keys_and_values(impl):
+    num_heads, (rank, shared), nope, length = 3, (8, 4), 6, 13
+    pages = pages_of([length], num_heads=num_heads, dims=(rank, shared))
+    rows = torch.cat([pages.latents[page] for page in pages.page_table[0, :2]])[:length]
+    q_nope, q_shared = randn(1, num_heads, nope), randn(1, num_heads, shared)
+    up_k, up_v = randn(num_heads, nope, rank), randn(num_heads, 5, rank)
+    q_latent = torch.cat([torch.einsum("nhd,hdr->nhr", q_nope, up_k), q_shared], -1)
+    absorbed = torch.einsum("nhr,hvr->nhv", attend(replace(pages, q_latent=q_latent), impl), up_v)
+    k_nope = torch.einsum("lr,hdr->lhd", rows[:, :rank], up_k)
+    k = torch.cat([k_nope, rows[:, None, rank:].expand(-1, num_heads, -1)], -1)
+    expanded = varlen_attention(
+        torch.cat([q_nope, q_shared], -1),
+        k,
+        torch.einsum("lr,hvr->lhv", rows[:, :rank], up_v),
+        cu_seqlens_q=torch.tensor([0, 1]),
+        cu_seqlens_k=torch.tensor([0, length]),
+        causal=True,
+        scale=SCALE,
+        impl="reference",
     )
-    assert torch.equal(attend(pages, impl), flat)
+    torch.testing.assert_close(absorbed, expanded)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -1,8 +1,9 @@
 """Absorbed attention over a latent cache in pages: decode, and drafts to verify.
 
-As `latent_attention`, but rows are read where they lie, and a sequence may have several queries,
-each of which sees the rows up to its own token. `impl="triton"` reads no values on the host, so it
-runs under CUDA graphs.
+out_t = sum_s softmax_s(scale q_t . c_s) c_s[:R], per head, c_s the cached row of token s: the same
+as attention over expanded keys and values, if q_t holds the key up-projection and the value
+up-projection follows. A sequence may have several queries, each of which sees the rows up to its
+own token. `impl="triton"` reads no values on the host, so it runs under CUDA graphs.
 """
 
 from collections.abc import Callable

@@ -221,8 +221,11 @@ def decode_kernel(
 
 
 def num_warps_of(key_dim: int, value_dim: int) -> int:
-    """At most 64 numbers of the state a thread."""
-    return max(1, key_dim * value_dim // 2048)
+    """64 numbers of the state a thread, 128 of the largest.
+
+    With more threads than a row has channels the compiler would load each channel many times over.
+    """
+    return min(4, max(1, key_dim * value_dim // 2048))
 
 
 def decode_kda(
