@@ -79,6 +79,7 @@ class Guest:
         self.dirty: set[int] = set()
         (size,) = struct.unpack_from("<Q", memory)
         blank = {"files": {}, "counts": {}, "next": INDEX_BYTES, "quiet": False, "greeted": False}
+        blank["token"] = ""
         self.table = json.loads(memory[8 : 8 + size]) if size else blank
         self.writing: dict[int, tuple[str, bytearray]] = {}
 
@@ -102,6 +103,9 @@ class Guest:
             answer = []
         elif kind == "S":
             answer = [("s", b"")]
+        elif kind == "T":
+            self.table["token"] = payload.hex()
+            answer = [("t", b"")]
         elif kind == "X":
             argv = payload[1:].split(b"\0")[2:]
             if argv[0] != b"COUNT":
@@ -357,7 +361,8 @@ class Fake:
                 payload = await reader.readexactly(size)
                 await self.resumed.wait()
                 for answer, data in self.guest.frame(chr(kind), number, payload):
-                    writer.write(HEAD.pack(len(data), ord(answer), number) + data)
+                    token = b"" if kind == ord("T") else bytes.fromhex(self.guest.table["token"])
+                    writer.write(HEAD.pack(len(data), ord(answer), number) + token + data)
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             self.open.discard(writer)

@@ -28,6 +28,7 @@ from baltoro.sandbox.protocol import (
 HEAD = struct.Struct("<IBI")
 PIECE_BYTES = 60000
 REPLY_TIMEOUT_S = 30.0
+TOKEN_BYTES = 8
 OUTPUT = (ord("O"), ord("e"))
 TOO_MUCH = ord(">")  # ours, in place of the output that a command had no room for
 DEFAULT_ENV = {
@@ -57,6 +58,8 @@ class Channel:
         self._ids = itertools.count(first_id)
         self._queues: dict[int, asyncio.Queue[Frame]] = {}
         self._room_bytes: dict[int, int] = {}  # of output, kept until somebody reads it
+        self.token = b""  # in every frame of the agent from `secure` on, also after a snapshot
+        self._is_forged = False
         self.over_limit: Callable[[], str | None] = lambda: None  # which limit ended it, if one did
         self._hello = asyncio.get_running_loop().create_future()
         self.lost_reason: str | None = None
@@ -113,12 +116,11 @@ class Channel:
 
     async def receive(self, queue: asyncio.Queue[Frame]) -> Frame:
         """The next frame of a queue. `SandboxError` once the agent is gone and it is empty."""
-        if self.lost_reason is not None and queue.empty():
+        is_over = self.lost_reason is not None and queue.empty()
+        frame = (ord("!"), b"") if is_over else await queue.get()
+        if frame[0] == ord("!"):
             raise self._gone()
-        kind, payload = await queue.get()
-        if kind == ord("!"):
-            raise self._gone()
-        return kind, payload
+        return frame
 
     async def reply(self, queue: asyncio.Queue[Frame]) -> Frame:
         """What the agent itself answers. `SandboxError` if it does not: its machine is swamped."""
@@ -129,13 +131,15 @@ class Channel:
                 f"the agent did not answer within {REPLY_TIMEOUT_S} s; destroy the sandbox"
             ) from None
 
+    async def secure(self) -> None:
+        """Agree on a token that no other program of the sandbox knows; once in an agent's life."""
+        token = secrets.token_bytes(TOKEN_BYTES)
+        await self._ask("T", token)
+        self.token = token
+
     async def quiet(self) -> None:
         """Make the agent send nothing until `go_on`; on return the stream is empty."""
-        process_id = self.new_id()
-        queue = self.subscribe(process_id)
-        await self.send("Q", process_id)
-        await self.reply(queue)
-        self.forget(process_id)
+        await self._ask("Q")
 
     async def go_on(self) -> None:
         """End `quiet`, in the agent or in its restored copy."""
@@ -143,11 +147,13 @@ class Channel:
 
     async def reseed(self) -> None:
         """Mix in host randomness, so that branches draw different numbers, and set its clock."""
+        await self._ask("S", struct.pack("<Q", time.time_ns()) + secrets.token_bytes(64))
+
+    async def _ask(self, kind: str, payload: bytes = b"") -> None:
+        """Send a frame that the agent itself answers."""
         process_id = self.new_id()
         queue = self.subscribe(process_id)
-        await self.send(
-            "S", process_id, struct.pack("<Q", time.time_ns()) + secrets.token_bytes(64)
-        )
+        await self.send(kind, process_id, payload)
         await self.reply(queue)
         self.forget(process_id)
 
@@ -228,6 +234,8 @@ class Channel:
 
     def _gone(self) -> SandboxError:
         limit = self.over_limit()
+        if self._is_forged:
+            limit = "a program in it wrote into its agent's stream"
         if limit is not None:
             return LimitError(f"the sandbox is gone: {limit}")
         return SandboxError(f"the sandbox is gone: {self.lost_reason}")
@@ -249,7 +257,8 @@ class Channel:
         try:
             while True:
                 size, kind, process_id = HEAD.unpack(await self._reader.readexactly(HEAD.size))
-                if size > MIB:
+                self._is_forged = self.token != await self._reader.readexactly(len(self.token))
+                if size > MIB or self._is_forged:
                     raise ValueError(f"a frame of {size} bytes")
                 payload = await self._reader.readexactly(size)
                 if kind == ord("h"):

@@ -18,15 +18,14 @@ links), dump memory, thaw, commit. External connections do not exist; loopback T
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from baltoro.sandbox.cell import AGENT_PID, BOOT_TIMEOUT_S, connect, highest_pid, make_upper
 from baltoro.sandbox.cgroup import Cgroup
-from baltoro.sandbox.channel import Channel, open_pipes
+from baltoro.sandbox.channel import Channel
 from baltoro.sandbox.host import log_tail, run_output
 from baltoro.sandbox.install import find_tool
 from baltoro.sandbox.manifest import Manifest
@@ -43,12 +42,9 @@ from baltoro.sandbox.quota import DiskWatch
 from baltoro.sandbox.store import Draft
 from baltoro.sandbox.tree import Sealed, merge_layers, seal_tree
 
-BOOT_TIMEOUT_S = 20.0
 CALL_TIMEOUT_S = 120.0
-AGENT_PID = 2  # the first process that process 1 starts
 MIN_VERSION = (4, 2)
 MAX_LAYERS = 12
-DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9)}
 DUMP_FLAGS = (
     f"--tree={AGENT_PID}",
     "--tcp-established",
@@ -102,7 +98,7 @@ class CriuMachine:
             sealed = await asyncio.to_thread(
                 seal_tree, self._home / "upper", draft.files, self._sealed
             )
-            last_pid = _last_pid(self.group)
+            last_pid = highest_pid(self.group)
             await self._mechanism.dump(self._pid, self.group.freezer, draft.memory)
         except (OSError, SandboxError) as error:
             if not is_frozen:
@@ -168,11 +164,11 @@ class Criu:
 
     async def boot(self, sandbox_id: str, home: Path, image: Image, limits: Limits) -> CriuMachine:
         await self.version()
-        _make_upper(home)
+        make_upper(home)
         group = Cgroup(sandbox_id)
         group.open(limits, has_inner=True)
         pid = await self._make_cell(group, home, [image.root], last_pid=0)
-        channel = await _connect(pid, first_id=1)
+        channel = await connect(pid, first_id=1)
         try:
             await channel.hello(BOOT_TIMEOUT_S)
         except SandboxError as error:
@@ -202,7 +198,7 @@ class Criu:
                     lazy.kill()
                 await lazy.wait()
             raise
-        channel = await _connect(pid, int(manifest.notes["next_id"]))
+        channel = await connect(pid, int(manifest.notes["next_id"]))
         machine = CriuMachine(self, sandbox_id, home, manifest.limits, pid, channel, layers)
         machine.base_layers = manifest.layers
         machine.lazy = lazy
@@ -325,64 +321,8 @@ class Criu:
         return self._kdat
 
 
-async def _connect(pid: int, first_id: int) -> Channel:
-    """The host's end of the agent's FIFOs, once the agent has opened its own."""
-    door = Path(f"/proc/{pid}/root/.agent")
-    deadline = time.monotonic() + BOOT_TIMEOUT_S
-    while True:
-        try:
-            # Only to write: a reader of its own input would look like a hang-up.
-            host_in = os.open(door / "in", os.O_WRONLY | os.O_NONBLOCK)
-            break
-        except OSError as error:
-            if error.errno != errno.ENXIO or time.monotonic() > deadline:
-                raise SandboxError(f"the agent did not open its door: {error}") from error
-            await asyncio.sleep(0.001)
-    host_out = os.open(door / "out", os.O_RDWR | os.O_NONBLOCK)
-    channel = Channel(await open_pipes(host_out, host_in), first_id)
-    try:
-        channel.watch(pid)
-    except OSError as error:
-        await channel.close()
-        raise SandboxError(f"its first process ended: {error}") from error
-    return channel
-
-
 async def _await_lazy(lazy: asyncio.subprocess.Process, work: Path) -> None:
     """Wait until the page server listens: it writes one byte."""
     assert lazy.stdout is not None
     if not await asyncio.wait_for(lazy.stdout.read(1), CALL_TIMEOUT_S):
         raise SnapshotError(f"criu lazy-pages: {log_tail(work / 'lazy.log')}")
-
-
-def _make_upper(home: Path) -> None:
-    """What a new sandbox's writable layer starts with: the agent's door and a few devices."""
-    upper = home / "upper"
-    for folder in ("dev/pts", "dev/shm", ".agent", "proc", "work", "tmp", "run"):
-        (upper / folder).mkdir(parents=True)
-    (upper / "dev/shm").chmod(0o1777)
-    (upper / "tmp").chmod(0o1777)
-    (upper / ".agent").chmod(0o700)
-    (upper / ".agent/agent").touch()
-    (upper / "run/criu.kdat").touch()
-    for name in ("in", "out"):
-        os.mkfifo(upper / ".agent" / name, 0o600)
-    for name, (major, minor) in DEVICES.items():
-        os.mknod(upper / "dev" / name, 0o020666, os.makedev(major, minor))
-        (upper / "dev" / name).chmod(0o666)
-    os.mknod(upper / "dev/tty", 0o020666, os.makedev(5, 0))
-    (upper / "dev/tty").chmod(0o666)
-    (upper / "dev/ptmx").symlink_to("pts/ptmx")
-    (upper / "dev/fd").symlink_to("/proc/self/fd")
-
-
-def _last_pid(group: Cgroup) -> int:
-    """The highest pid, inside, that a process or thread of the group has."""
-    highest = AGENT_PID
-    for pid in group.pids():
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                for line in Path(f"/proc/{pid}/task/{thread}/status").read_text().splitlines():
-                    if line.startswith(("NSpid:", "NSpgid:", "NSsid:")):
-                        highest = max(highest, int(line.split()[-1]))
-    return highest

@@ -146,7 +146,8 @@ class MachineSandbox:
         async with self._turn:
             self._check_alive()
             if self.state == "paused":
-                await self._thaw()
+                await self.machine.thaw()
+                await self._go_on()
                 self.state = "running"
 
     async def snapshot(
@@ -185,8 +186,11 @@ class MachineSandbox:
                     notes={**notes, **self._own_notes()},
                 )
             except SandboxError:
-                if is_last:  # the store has no room: it goes on as it was
-                    await (self.machine.freeze() if is_frozen else self._thaw())
+                if is_last and is_frozen:  # the store has no room: it goes on as it was
+                    await self.machine.freeze()
+                elif is_last:
+                    await self.machine.thaw()
+                    await self._go_on()
                 raise
             if is_last:
                 await self._end()
@@ -206,15 +210,14 @@ class MachineSandbox:
         channel = self.machine.channel
         if relay_id is None:
             relay = await channel.start(RELAY_COMMAND, UNLIMITED_BYTES)
-            self.gate = Gate(relay, allowed_hosts)
-            await self.gate.hello()
         else:
             relay = AgentProcess(channel, relay_id, None, UNLIMITED_BYTES)
-            self.gate = Gate(relay, allowed_hosts)
-            await self.gate.cut()
+        self.gate = Gate(relay, allowed_hosts)
+        await (self.gate.hello() if relay_id is None else self.gate.cut())
 
     def _own_notes(self) -> dict[str, str]:
-        notes = {"next_id": str(self.machine.channel.next_id)}
+        channel = self.machine.channel
+        notes = {"next_id": str(channel.next_id), "token": channel.token.hex()}
         if self.gate is not None:
             notes["relay"] = str(self.gate.process.id)
             notes["allowed_hosts"] = " ".join(self.gate.allowed_hosts)
@@ -224,10 +227,6 @@ class MachineSandbox:
         if self.gate is not None:
             await self.gate.hold()
         await self.machine.channel.quiet()
-
-    async def _thaw(self) -> None:
-        await self.machine.thaw()
-        await self._go_on()
 
     async def _go_on(self) -> None:
         await self.machine.channel.go_on()
@@ -338,17 +337,19 @@ class MachineDriver:
             machine = await self.mechanism.boot(home.name, home, image, limits)
         sandbox = MachineSandbox(self, home.name, image, limits, machine)
         self._sandboxes[sandbox.id] = sandbox
-        if net.allowed_hosts:
-            try:
+        try:
+            await machine.channel.secure()
+            if net.allowed_hosts:
                 await sandbox.open_gate(net.allowed_hosts)
-            except SandboxError:
-                await sandbox.destroy()
-                raise
+        except SandboxError:
+            await sandbox.destroy()
+            raise
         return sandbox
 
     async def _revive(self, manifest: Manifest, memory: Path, layers: list[Path]) -> MachineSandbox:
         async with self._making() as home:
             machine = await self.mechanism.revive(home.name, home, manifest, memory, layers)
+            machine.channel.token = bytes.fromhex(manifest.notes.get("token", ""))
         image = Image(root=Path(manifest.image_root))
         sandbox = MachineSandbox(self, home.name, image, manifest.limits, machine, manifest.id)
         self._sandboxes[sandbox.id] = sandbox

@@ -13,14 +13,20 @@
  *   R read    path, most bytes                     E     end of a read or write: u32 errno
  *   W write   octal mode, path; then D frames        q     nothing more comes until G
  *   Q quiet, G go on, S seed and clock               h     hello (once at start), s  seeded
+ *   T token, 8 bytes, taken once                     t     from here on it is in every frame, after the id
  *
  * An id is chosen by the host and lives until Z or E. Commands outlive a snapshot, so their ids do too.
  * Orphans become children of the agent, which reaps them. Paths are resolved by the guest's own kernel
  * in the guest's own root: a symlink or `..` cannot name a host file.
+ *
+ * What the host hears decides what a command is worth, so nothing else may speak for the agent. Nobody may
+ * look into this process (it is not dumpable, and commands lack the right to look anyway), its FIFOs lose
+ * their names once they are open, and where a descriptor can be had all the same (gVisor), its token not.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <linux/random.h>
 #include <poll.h>
 #include <signal.h>
@@ -42,6 +48,7 @@
 #define PIECE 65536
 #define MAX_FRAME (1 << 20)
 #define FIXED_POLLS 3
+#define TOKEN 8
 
 enum { FREE = 0, COMMAND, WRITING };
 
@@ -57,7 +64,8 @@ struct job {
 static struct job jobs[MAX_JOBS];
 static int host_in, host_out, child_pipe[2];
 static int listener = -1; /* where hosts connect, if they do; host_in and host_out are -1 without one */
-static int is_quiet, is_port;
+static unsigned char token[TOKEN];
+static int has_token, is_quiet, is_port;
 static unsigned char frame[MAX_FRAME + 1], piece[PIECE];
 
 static void close_end(int *fd) {
@@ -100,12 +108,14 @@ static void write_all(int fd, const void *data, size_t size) {
 }
 
 static void send_frame(char kind, uint32_t id, const void *data, uint32_t size) {
-    static unsigned char out[PIECE + 9];
+    static unsigned char out[PIECE + 9 + TOKEN];
+    size_t head = has_token ? 9 + TOKEN : 9;
     memcpy(out, &size, 4);
     out[4] = (unsigned char)kind;
     memcpy(out + 5, &id, 4);
-    if (size) memcpy(out + 9, data, size);
-    if (host_out >= 0) write_all(host_out, out, size + 9);
+    memcpy(out + 9, token, head - 9);
+    if (size) memcpy(out + head, data, size);
+    if (host_out >= 0) write_all(host_out, out, size + head);
 }
 
 static void send_number(char kind, uint32_t id, uint32_t value) { send_frame(kind, id, &value, 4); }
@@ -162,6 +172,16 @@ static void on_child(int signo) {
     errno = saved;
 }
 
+/* Root inside keeps what concerns its own files, users and ports: the driver may have given less. */
+static void drop_capabilities(void) {
+    static const int kept[] = {CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_FOWNER, CAP_FSETID, CAP_KILL, CAP_SETGID,
+                               CAP_SETUID, CAP_SETPCAP, CAP_NET_BIND_SERVICE, CAP_SYS_CHROOT, CAP_AUDIT_WRITE};
+    uint64_t mask = 0;
+    for (size_t i = 0; i < sizeof kept / sizeof *kept; i++) mask |= 1ull << kept[i];
+    for (int cap = 0; cap < 64; cap++)
+        if (!(mask >> cap & 1)) prctl(PR_CAPBSET_DROP, cap, 0, 0, 0);
+}
+
 static int open_pty(int *master, int *slave) {
     *master = posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC);
     if (*master < 0 || grantpt(*master) || unlockpt(*master)) return errno;
@@ -210,6 +230,7 @@ static void start_command(uint32_t id, unsigned char *data, uint32_t size) {
         dup2(err[1], 2);
         signal(SIGCHLD, SIG_DFL);
         signal(SIGPIPE, SIG_DFL);
+        drop_capabilities();
         if (chdir(cwd) == 0) execvpe(argv[0], argv, env);
         int code = errno;
         ssize_t ignored = write(report[1], &code, sizeof code);
@@ -370,6 +391,12 @@ static void serve_frame(void) {
     case 'Q': is_quiet = 1; send_frame('q', id, NULL, 0); break;
     case 'G': is_quiet = 0; break;
     case 'S': seed(frame, size); send_frame('s', id, NULL, 0); break;
+    case 'T':
+        if (has_token || size != TOKEN) _exit(4);
+        memcpy(token, frame, TOKEN);
+        send_frame('t', id, NULL, 0);
+        has_token = 1;
+        break;
     default: _exit(4);
     }
 }
@@ -435,6 +462,8 @@ int main(int argc, char **argv) {
     if (host_in < 0 || host_out < 0 || pipe2(child_pipe, O_CLOEXEC | O_NONBLOCK)) return 3;
     struct stat st;
     is_port = fstat(host_in, &st) == 0 && S_ISCHR(st.st_mode);
+    if (S_ISFIFO(st.st_mode) && *argv[1] == '/' && (unlink(argv[1]) || unlink(argv[2]))) return 3;
+    prctl(PR_SET_DUMPABLE, 0, 0, 0, 0);
     fcntl(host_in, F_SETFD, FD_CLOEXEC);
     fcntl(host_out, F_SETFD, FD_CLOEXEC);
     int is_listening = 0;
