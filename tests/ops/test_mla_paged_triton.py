@@ -95,7 +95,7 @@ def test_a_score_far_above_all_others_wins_in_every_range():
     pages = pages_of([700], num_heads=4, dims=(64, 16), dtype=bf16)
     for token in (0, 63, 64, 350, 699):
         latents = pages.latents.clone()
-        row = latents[pages.page_table[0, token // 8], token % 8]
+        row = latents[int(pages.page_table[0, token // 8]), token % 8]
         row.copy_(30 * pages.q_latent[0, 0])
         out = attend(replace(pages, latents=latents), "triton", "cuda")
         torch.testing.assert_close(out[0, 0], row[:64], rtol=1e-2, atol=0)

@@ -221,11 +221,8 @@ def decode_kernel(
 
 
 def num_warps_of(key_dim: int, value_dim: int) -> int:
-    """64 numbers of the state a thread, 128 of the largest.
-
-    With more threads than a row has channels the compiler would load each channel many times over.
-    """
-    return min(4, max(1, key_dim * value_dim // 2048))
+    """No more threads than channels: those of q, k and v would be loaded many times over."""
+    return max(1, min(key_dim, value_dim) // 32)
 
 
 def decode_kda(
