@@ -9,6 +9,52 @@ import pytest
 from baltoro.model.model import Model
 from baltoro.serve.background import BackgroundEngine, EngineStopped
 from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.request import Request
+from baltoro.serve.runner import StepOutput
+from baltoro.serve.scheduler import StepPlan
+
+
+def one(engine: Engine) -> list[Request]:
+    return [Request(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=2)]
+
+
+def test_requests_that_come_together_begin_in_one_step(
+    nano: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(nano, EngineConfig(pool_tokens=2000))
+    run, sizes = engine.runner.run, list[int]()
+
+    def watched(plan: StepPlan, version: str) -> StepOutput:
+        sizes.append(len(plan.works))
+        return run(plan, version)
+
+    monkeypatch.setattr(engine.runner, "run", watched)
+    monkeypatch.setattr("baltoro.serve.background.GATHER_S", 20.0)
+    background = BackgroundEngine(engine)
+
+    async def together() -> None:
+        with background.arriving():
+            await background.submit(one, 1)
+            await asyncio.sleep(0.2)
+            await background.submit(one, 1)
+        await background.drain(20.0)
+
+    asyncio.run(together())
+    assert sizes[0] == 2
+
+
+def test_one_that_is_long_on_its_way_in_holds_nobody_up(nano: Model) -> None:
+    background = BackgroundEngine(Engine(nano, EngineConfig(pool_tokens=2000)))
+
+    async def beside() -> None:
+        with background.arriving():
+            (stream,) = await background.submit(one, 1)
+            async with asyncio.timeout(20.0):
+                reasons = [event.finish_reason async for event in stream.events()]
+        assert reasons == [None, "length"]
+        await background.drain(1.0)
+
+    asyncio.run(beside())
 
 
 class Pictures:

@@ -7,8 +7,10 @@ that its reader leaves is aborted before the next step.
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -16,6 +18,7 @@ from baltoro.serve.engine import Engine
 from baltoro.serve.request import FinishReason, NewToken, Request, Sequence
 
 T = TypeVar("T")
+GATHER_S = 0.03  # that an idle engine waits at most for requests on their way in
 
 
 class EngineStopped(RuntimeError):
@@ -59,10 +62,21 @@ class BackgroundEngine:
         self.is_alive = True
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[Sequence, Stream] = {}
+        self._num_arriving = 0  # written in the event loop alone
         self._is_draining = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """For as long as a request is on its way in: an idle engine waits for it a little."""
+        self._num_arriving += 1
+        try:
+            yield
+        finally:
+            self._num_arriving -= 1
+            self._calls.put(_nothing)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """The result of a function that runs in the engine's thread, between two steps.
@@ -119,7 +133,7 @@ class BackgroundEngine:
                 break
             await asyncio.sleep(0.02)
         self._is_stopping = True
-        self._calls.put(lambda: None)
+        self._calls.put(_nothing)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def _run(self) -> None:
@@ -140,6 +154,11 @@ class BackgroundEngine:
     def _serve_calls(self) -> None:
         if self.engine.is_idle:
             self._calls.get()()
+            # those that came at the same moment are computed together, and read undisturbed
+            deadline = time.monotonic() + GATHER_S
+            while self._num_arriving and (left := deadline - time.monotonic()) > 0.0:
+                with suppress(queue.Empty):
+                    self._calls.get(timeout=left)()
         while not self._calls.empty():
             self._calls.get()()
 
@@ -159,6 +178,10 @@ class BackgroundEngine:
             if stream.sequence is not None:
                 self.engine.abort(stream.sequence)
                 self._streams.pop(stream.sequence, None)
+
+
+def _nothing() -> None:
+    """Wakes the thread."""
 
 
 def _settle(future: "Future[T]", function: Callable[[Engine], T], engine: Engine) -> None:

@@ -102,8 +102,9 @@ class Server:
             self.grammars,
         )
         try:
-            prompt = await asyncio.to_thread(choices.prompt)
-            await choices.start(prompt)
+            with self.background.arriving():
+                prompt = await asyncio.to_thread(choices.prompt)
+                await choices.start(prompt)
         except Overloaded as error:
             self.metrics.rejected["overloaded"] += 1
             wait_s = self._wait_s(error)
