@@ -3,10 +3,12 @@
     python bench/serve_cpu.py [--threads 2] [--streams 8] [--repeats 12] [--out FILE]
 
 The server is a process of its own on a `nano` checkpoint of random weights (2.2 M parameters, a
-vocabulary of bytes). All streams of a repetition are sent at the same moment; each has a prompt of
-its own and a cache salt of its own, so nothing is reused. The first repetition of each length is
-not counted. Times are the client's: from sending to the chunk with the first token, which a stream
-with log-probabilities has whether the token makes text or not.
+vocabulary of bytes). All streams of a repetition are sent at the same moment, each with a message
+of its own. Without thinking a prompt is little more than the message; with it the text on thinking
+efforts alone is 274 tokens of bytes. Where nothing is to be reused each prompt has a cache salt of
+its own. The first repetition of each case is not counted. Times are the client's: from sending to
+the chunk with the first token, which a stream with log-probabilities has whether the token makes
+text or not.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from provenance import commit_of
@@ -29,27 +31,36 @@ from serve_process import ServerProcess, served
 from baltoro.checkpoint.fixture import fixture
 from baltoro.doctor import machine
 
-LENGTHS = (100, 345)  # tokens of a prompt, template included
 NEW_TOKENS = 24
 
 
-def message_of(server: ServerProcess, num_tokens: int, seed: int) -> str:
-    """A text that makes a prompt of so many tokens."""
-    text = words(random.Random(seed), num_tokens)
+class Case(NamedTuple):
+    """What all streams of a repetition have in common."""
 
-    def count(length: int) -> int:
-        body = {"messages": user(text[:length])}
-        return int(httpx.post(f"{server.address}/tokenize", json=body).json()["count"])
-
-    length = num_tokens - count(0)  # a token a byte
-    assert count(length) == num_tokens, "the vocabulary is not of bytes"
-    return text[:length]
+    name: str
+    num_tokens: int  # of a prompt, template included
+    effort: str
+    is_reused: bool  # whether prompts begin with what the server has seen
 
 
-async def stream(client: httpx.AsyncClient, message: str, salt: str) -> list[float]:
+CASES = (
+    Case("100 tokens, nothing reused", 100, "none", False),
+    Case("345 tokens, nothing reused", 345, "none", False),
+    Case("420 tokens, of which 272 are every prompt's", 420, "max", True),
+)
+
+
+def message_length(server: ServerProcess, case: Case) -> int:
+    """Characters, which are tokens, of a message that makes a prompt of the case's length."""
+    body = {"messages": user(""), "max_tokens": 1, "reasoning_effort": case.effort}
+    answer = httpx.post(server.address + CHAT, json=body).raise_for_status().json()
+    return case.num_tokens - int(answer["usage"]["prompt_tokens"])
+
+
+async def stream(client: httpx.AsyncClient, case: Case, message: str, salt: str) -> list[float]:
     """Seconds from sending to every token."""
-    body = {"messages": user(message), "max_tokens": NEW_TOKENS, "cache_salt": salt}
-    body |= {"stream": True, "logprobs": True, "seed": 1}
+    body = {"messages": user(message), "max_tokens": NEW_TOKENS, "reasoning_effort": case.effort}
+    body |= {"stream": True, "logprobs": True, "seed": 1, "cache_salt": salt}
     start, times = time.perf_counter(), []
     async with client.stream("POST", CHAT, json=body) as response:
         async for line in response.aiter_lines():
@@ -60,15 +71,16 @@ async def stream(client: httpx.AsyncClient, message: str, salt: str) -> list[flo
     return times
 
 
-async def measured(server: ServerProcess, length: int, streams: int, repeats: int) -> list[Any]:
+async def measured(server: ServerProcess, case: Case, streams: int, repeats: int) -> list[Any]:
     """The times of all streams, repetition by repetition."""
-    texts = [message_of(server, length, number) for number in range(streams)]
-    rounds = []
+    rounds, length = [], message_length(server, case)
     async with httpx.AsyncClient(base_url=server.address, timeout=60) as client:
         for number in range(repeats + 1):
-            salts = [f"{length} {number} {place}" for place in range(streams)]
-            pairs = zip(texts, salts, strict=True)
-            rounds.append(await asyncio.gather(*(stream(client, *pair) for pair in pairs)))
+            seeds = [streams * number + place for place in range(streams)]
+            texts = [words(random.Random(seed), 500)[:length] for seed in seeds]
+            salts = ["" if case.is_reused else f"{case.name} {seed}" for seed in seeds]
+            calls = (stream(client, case, *pair) for pair in zip(texts, salts, strict=True))
+            rounds.append(await asyncio.gather(*calls))
     return rounds[1:]
 
 
@@ -101,9 +113,9 @@ def main() -> None:
         fixture(str(checkpoint), preset="nano")
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the server that is started
         with served(checkpoint, log=Path(folder) / "log") as server:
-            for length in LENGTHS:
-                run = measured(server, length, arguments.streams, arguments.repeats)
-                results[f"{length} tokens"] = summary(asyncio.run(run))
+            for case in CASES:
+                run = measured(server, case, arguments.streams, arguments.repeats)
+                results[case.name] = summary(asyncio.run(run))
     result = {
         "commit": commit_of(arguments.commit),
         "device": machine(),
@@ -115,8 +127,8 @@ def main() -> None:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    for length, numbers in results.items():
-        print(length, {k: v for k, v in numbers["last_first_token_s"].items() if k != "all"})
+    for name, numbers in results.items():
+        print(name, {k: v for k, v in numbers["last_first_token_s"].items() if k != "all"})
         print(" ", numbers["first_token_s"], numbers["per_token_s"], numbers["tokens_per_s"])
 
 
