@@ -166,6 +166,22 @@ def test_the_next_keeper_adopts_what_was_stored_and_names_what_was_lost(tmp_path
     run_keeper(tmp_path, second)
 
 
+def test_what_a_dead_keepers_dump_wrote_meanwhile_is_no_snapshot(tmp_path):
+    async def body(keeper, host, image):
+        sweep = keeper.driver.gc
+        late = keeper.store.root / "payloads/late/memory"
+
+        async def sweep_late():
+            late.mkdir(parents=True)
+            return await sweep()
+
+        keeper.driver.gc = sweep_late
+        await keeper.adopt()
+        assert not late.parent.exists()
+
+    run_keeper(tmp_path, body)
+
+
 def test_a_wrong_prefix_is_refused_and_counted(tmp_path):
     async def body(keeper, host, image):
         name = await keeper.create(image, Limits(), Net())

@@ -282,6 +282,17 @@ def test_the_quota_evicts_by_last_use_and_spares_pins(tmp_path):
     store.close()
 
 
+def test_a_store_whose_owner_is_just_ending_is_waited_for(tmp_path):
+    hold = (
+        "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, 2); print(flush=True)"
+    )
+    command = [sys.executable, "-c", f"{hold}; time.sleep(0.2)", str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        Store(tmp_path, 1 << 30, is_durable=False).close()
+
+
 def test_a_store_has_one_owner(store):
     with pytest.raises(SnapshotError, match="owned by another"):
         Store(store.root, 1)

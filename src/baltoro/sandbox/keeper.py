@@ -120,6 +120,7 @@ class Keeper:
         Returns the names that can be used again; `lost` holds the others.
         """
         await self.driver.gc()
+        self.store.recover()  # until now a dump of the dead keeper may have written into it
         for path in sorted(self._journal.glob("*.json")):
             data = json.loads(path.read_text())
             if data.get("version") != 1:

@@ -16,7 +16,6 @@ Threads may share a store; long work is done outside its lock.
 """
 
 import errno
-import fcntl
 import os
 import shutil
 import threading
@@ -30,7 +29,14 @@ from pathlib import Path
 from baltoro.sandbox.chunks import Chunks
 from baltoro.sandbox.manifest import Manifest, Manifests, MemoryFile, host_fingerprint
 from baltoro.sandbox.protocol import Binding, Limits, SandboxError, SnapshotError
-from baltoro.sandbox.tree import merge_layers, remove_tree, remove_whole, sync_tree, tree_bytes
+from baltoro.sandbox.tree import (
+    merge_layers,
+    own_folder,
+    remove_tree,
+    remove_whole,
+    sync_tree,
+    tree_bytes,
+)
 
 FULL_BYTES = 1 << 20  # a disk with less room than this is full
 
@@ -72,14 +78,7 @@ class Store:
         (root / "payloads").mkdir(parents=True, exist_ok=True)
         self._files = Manifests(root / "manifests", is_durable=is_durable)
         self._chunks = Chunks(root / "chunks", is_durable=is_durable)
-        self._lock = (root / "lock").open("a")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise SnapshotError(
-                f"store {root}: owned by another process; stop it or use another folder"
-            ) from None
+        self._lock = own_folder(root)
         self._manifests: dict[str, Manifest] = {}
         self._pins: Counter[str] = Counter()
         self._loans: Counter[str] = Counter()

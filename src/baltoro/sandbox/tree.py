@@ -7,17 +7,20 @@ the root.
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from baltoro.sandbox.protocol import SnapshotError
 
 MAX_LINKS = 40
 REMOVE_TRIES = 500
+LOCK_TRIES = 100
 OPAQUE = "trusted.overlay.opaque"
 
 
@@ -114,6 +117,22 @@ def tree_bytes(root: Path) -> int:
                     seen.add(st.st_ino)
                     total += st.st_blocks * 512
     return total
+
+
+def own_folder(root: Path) -> TextIO:
+    """The folder's lock, held until it is closed or this process ends.
+
+    A child that a dead owner was just starting holds it for another moment. Raises `SnapshotError`
+    if it is not free within a second.
+    """
+    lock = (root / "lock").open("a")
+    for _ in range(LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        time.sleep(0.01)
+    lock.close()
+    raise SnapshotError(f"store {root}: owned by another process; stop it or use another folder")
 
 
 def remove_tree(root: Path) -> None:
