@@ -8,13 +8,8 @@ the same for a Kimi-Linear model of these sizes, and transformers' `generate` on
 (`serve_peer.py`); an agent trace. A section that fails leaves its error and costs no other one;
 the result is written after each.
 
-Floor of a decode step: bytes that it must read or write once, over the rate of a large copy (read
-and write counted) in the same run:
-
-    every weight but embedding and routed experts
-    + experts touched: E (1 - (1 - A / E)^B) of each MoE layer, the mean under even routing
-    + B x KDA layers x (state read and written + window read and written)
-    + MLA layers x (sum of lengths read + B rows written) x bytes of a latent
+The floor of a decode step is its bytes (`serve_shapes.step_bytes`) over the rate of a large copy,
+read and write counted, of the same run.
 """
 
 import argparse
@@ -34,115 +29,20 @@ from typing import Any
 
 import torch
 from provenance import commit_of
+from serve_shapes import FULL, TINY, kimi_linear, random_ids, request_of, step_bytes
 from torch.profiler import ProfilerActivity, profile
 
 import baltoro
-from baltoro.model.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig, gpu_impl
+from baltoro.model.config import ModelConfig, gpu_impl
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
 from baltoro.serve.engine import Engine, EngineConfig
-from baltoro.serve.request import Request, Sequence
-from baltoro.serve.sampling import Sampling
+from baltoro.serve.request import Sequence
 from baltoro.serve.scheduler import SchedulerConfig
 
 Json = dict[str, Any]
-GREEDY = Sampling(temperature=0.0)
 GROUP = 8  # prompts that are prefilled together before decoding is timed
 GOALS = {"batch 1 against transformers": 5.0, "batch 256 share of the byte floor": 0.6}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is measured."""
-
-    preset: str
-    batches: tuple[int, ...]
-    context: int  # tokens of a prompt where decoding is timed
-    steps: int  # timed
-    max_new: int  # tokens of a reply where decoding is timed
-    prefill_tokens: int  # of each prompt where prefill is timed
-    warm_steps: int
-    step_tokens: int  # of a prefill slice
-    pool_tokens: int
-    conversations: int
-    turns: int  # of each conversation
-    shared_tokens: int  # that all conversations begin with
-    turn_tokens: int  # that a turn adds before its reply
-    reply_tokens: int
-    peer_prompt: int
-    peer_new: int
-    copy_bytes: int
-
-
-FULL = Sizes(
-    preset="small",
-    batches=(1, 32, 256),
-    context=2048,
-    steps=96,
-    max_new=1000,
-    prefill_tokens=8192,
-    warm_steps=16,
-    step_tokens=16384,
-    pool_tokens=700_000,
-    conversations=8,
-    turns=50,
-    shared_tokens=1024,
-    turn_tokens=256,
-    reply_tokens=16,
-    peer_prompt=128,
-    peer_new=64,
-    copy_bytes=1 << 32,
-)
-TINY = Sizes(
-    preset="nano",
-    batches=(1, 2, 4),
-    context=70,
-    steps=6,
-    max_new=100,
-    prefill_tokens=200,
-    warm_steps=2,
-    step_tokens=256,
-    pool_tokens=8000,
-    conversations=2,
-    turns=4,
-    shared_tokens=48,
-    turn_tokens=32,
-    reply_tokens=4,
-    peer_prompt=16,
-    peer_new=4,
-    copy_bytes=1 << 24,
-)
-
-
-def kimi_linear(sizes: Sizes) -> ModelConfig:
-    """A Kimi-Linear model of about the sizes of `sizes.preset`, which transformers can run."""
-    k3 = preset(sizes.preset)
-    assert k3.moe is not None
-    return ModelConfig(
-        vocab_size=k3.vocab_size,
-        hidden_size=k3.hidden_size,
-        intermediate_size=k3.intermediate_size,
-        mixers=k3.mixers,
-        kda=KdaConfig(num_heads=k3.kda.num_heads, head_dim=k3.kda.head_dim),
-        mla=MlaConfig(
-            num_heads=k3.mla.num_heads,
-            q_lora_rank=None,
-            kv_lora_rank=k3.mla.kv_lora_rank,
-            qk_nope_head_dim=k3.mla.qk_nope_head_dim,
-            qk_rope_head_dim=k3.mla.qk_rope_head_dim,
-            v_head_dim=k3.mla.v_head_dim,
-        ),
-        moe=MoeConfig(
-            num_experts=k3.moe.num_experts,
-            num_experts_per_token=k3.moe.num_experts_per_token,
-            num_shared_experts=1,
-            expert_intermediate_size=k3.moe.expert_intermediate_size,
-            routed_scaling_factor=2.446,
-            first_moe_layer=1,
-        ),
-        max_seq_len=k3.max_seq_len,
-        pad_token_id=k3.pad_token_id,
-    )
 
 
 class Bench:
@@ -153,6 +53,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.is_gpu = self.device.type == "cuda"
         self.sizes = TINY if arguments.tiny else FULL
+        self.decode = "resident"
         self.begun = time.perf_counter()
         self.result: Json = {
             "device": torch.cuda.get_device_name() if self.is_gpu else "cpu",
@@ -208,7 +109,7 @@ class Bench:
             max_step_tokens=sizes.step_tokens,
             max_queued=4 * sizes.batches[-1],
         )
-        settings = {"pool_tokens": sizes.pool_tokens, "num_kept_states": 64, "decode": "resident"}
+        settings = {"pool_tokens": sizes.pool_tokens, "num_kept_states": 64, "decode": self.decode}
         return Engine(model, EngineConfig(scheduler=limits, **{**settings, **changes}))
 
     def copy_rate(self) -> float:
@@ -223,35 +124,6 @@ class Bench:
             self.synchronize()
             times.append(time.perf_counter() - start)
         return 2 * a.nbytes / min(times)
-
-
-def step_bytes(model: Model, engine: Engine, lengths: list[int]) -> dict[str, float]:
-    """Bytes of one decode step of sequences of these lengths, as the module says."""
-    config, layout, rows = model.config, engine.layout, len(lengths)
-    experts = weights = 0
-    for name, tensor in model.named_parameters():
-        if ".experts." in name:
-            experts += tensor.nbytes
-        elif not name.startswith(("embed_tokens", "vision_tower", "mm_projector", "mtp_layers")):
-            weights += tensor.nbytes
-    touched = 0.0
-    if config.moe is not None:
-        touched = 1.0 - (1.0 - config.moe.num_experts_per_token / config.moe.num_experts) ** rows
-    state = 2 * (layout.state_bytes + layout.window_bytes)
-    return {
-        "weights": float(weights),
-        "experts": experts * touched,
-        "states": float(rows * len(layout.kda_layers) * state),
-        "latents": float(len(layout.mla_layers) * layout.latent_bytes * (sum(lengths) + rows)),
-    }
-
-
-def random_ids(generator: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
-    return tuple(generator.choices(range(vocab_size - 1), k=count))
-
-
-def request_of(name: str, ids: tuple[int, ...], max_new_tokens: int) -> Request:
-    return Request(request_id=name, prompt_ids=ids, max_new_tokens=max_new_tokens, sampling=GREEDY)
 
 
 def decode_at(bench: Bench, engine: Engine, model: Model, rows: int, context: int) -> Json:
@@ -279,7 +151,7 @@ def decode_at(bench: Bench, engine: Engine, model: Model, rows: int, context: in
     step_s = (time.perf_counter() - start) / sizes.steps
     written = sum(len(sequence.new_tokens) for sequence in sequences) - written
     lengths = [len(sequence.tokens) - sizes.steps // 2 for sequence in sequences]
-    moved = step_bytes(model, engine, lengths)
+    moved = step_bytes(model, engine.layout, lengths)
     floor_s = sum(moved.values()) / bench.result["copy_bytes_per_s"]
     found = {
         "tokens_per_s": written / (step_s * sizes.steps),
@@ -303,7 +175,8 @@ def device_alone(bench: Bench, engine: Engine, rows: int, floor_s: float) -> Jso
     with these sequences.
     """
     batch = engine.runner.batch
-    assert batch is not None
+    if batch is None:
+        return {}
     bench.synchronize()
     start = time.perf_counter()
     for _ in range(20):
@@ -345,23 +218,49 @@ def prefill_of(bench: Bench, engine: Engine, model: Model) -> Json:
     return {"tokens": count, "tokens_per_s": count / min(times[1:]), "first_s": times[0]}
 
 
-def serve_all(bench: Bench, name: str, config: ModelConfig, context: int) -> Model:
-    """Prefill, and decode at every batch size, each a section; the model that was served."""
-    model = bench.model(config)
+def agreement(bench: Bench, model: Model) -> Json:
+    """Greedy replies from rows on the device and from eager calls: where they first differ."""
+    draws, found = random.Random(3), {}
+    vocab_size = model.config.vocab_size
+    prompts = [random_ids(draws, 40 + 30 * n, vocab_size) for n in range(4)]
+    for decode in (bench.decode, "eager"):
+        engine = bench.engine(model, pool_tokens=20_000, num_kept_states=8, decode=decode)
+        wanted = [request_of(str(n), ids, 16) for n, ids in enumerate(prompts)]
+        found[decode] = [sequence.new_tokens for sequence in engine.generate(wanted)]
+    equal, apart = [], 0.0
+    for ours, plain in zip(*found.values(), strict=True) if len(found) > 1 else ():
+        same = [a.id == b.id for a, b in zip(ours, plain, strict=True)]
+        equal.append(same.index(False) if False in same else len(same))
+        pairs = zip(ours[: equal[-1]], plain, strict=False)
+        apart = max([apart, *(abs(a.logprob - b.logprob) for a, b in pairs)])
+    return {"equal_tokens_of_16": equal, "largest_logprob_difference": apart}
+
+
+def serve_all(bench: Bench, name: str, model: Model, context: int) -> None:
+    """Prefill, and decode at every batch size, each a section."""
     start = time.perf_counter()
-    engine = bench.engine(model)
+    try:
+        engine = bench.engine(model)
+    except Exception:  # then eager calls are measured instead, and the reason is kept
+        bench.result["errors"][f"{name}: graphs"] = traceback.format_exc()[-3000:]
+        bench.decode = "eager"
+        engine = bench.engine(model)
     bench.synchronize()
-    capture_s = time.perf_counter() - start
-    pages = {"pages": engine.cache.config.num_pages, "tokens": engine.layout.page_size}
-    bench.section(f"{name}: engine", lambda: {**pages, "capture_s": capture_s})
+    about = {
+        "decode": bench.decode,
+        "pages": engine.cache.config.num_pages,
+        "page_tokens": engine.layout.page_size,
+        "start_s": time.perf_counter() - start,
+    }
+    bench.section(f"{name}: engine", lambda: about)
     bench.section(f"{name}: prefill", lambda: prefill_of(bench, engine, model))
     for rows in bench.sizes.batches:
         bench.section(
-            f"{name}: batch {rows}", lambda n=rows: decode_at(bench, engine, model, n, context)
+            f"{name}: batch {rows}",
+            lambda n=rows: decode_at(bench, engine, model, n, context),  # type: ignore[misc]
         )
-    if bench.is_gpu:
+    if bench.is_gpu and bench.decode == "resident":
         bench.section(f"{name}: kernels at batch {rows}", lambda: kernels_of(bench, engine, rows))
-    return model
 
 
 def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Json:
@@ -469,13 +368,15 @@ def main() -> None:
     models: dict[str, Model] = {}
 
     def serve(name: str, config: ModelConfig, context: int) -> None:
-        models[name] = serve_all(bench, name, config, context)
+        models[name] = bench.model(config)
+        serve_all(bench, name, models[name], context)
 
     bench.section("k3", lambda: serve("k3", preset(sizes.preset), sizes.context))
+    bench.section("k3: agreement", lambda: agreement(bench, models["k3"]))
     for name, is_caching in (("cached", True), ("not cached", False)):
         bench.section(
             f"trace, {name}",
-            lambda c=is_caching: trace(
+            lambda c=is_caching: trace(  # type: ignore[misc]
                 bench, models["k3"], is_caching=c, limit_s=min(25.0, bench.left_s / 4)
             ),
         )

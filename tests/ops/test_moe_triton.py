@@ -8,6 +8,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from ops.harness import poisoned_memory
 from torch import Tensor
 
+from baltoro.model.config import MoeConfig
+from baltoro.model.moe import Router
 from baltoro.ops.impl import ImplError
 from baltoro.ops.moe import route
 from baltoro.ops.moe import triton as kernels
@@ -66,6 +68,20 @@ def test_experts_are_chosen_as_by_the_plain_form(num_tokens, num_experts, num_ac
 def test_pairs_are_sorted_as_by_the_plain_form(num_tokens, num_experts, num_active):
     with poisoned_memory():
         check_sort("cuda", num_tokens, num_experts, num_active)
+
+
+@gpu
+def test_a_router_in_bf16_has_the_scores_of_fp32():
+    torch.manual_seed(0)
+    router = Router(MoeConfig(
+        num_experts=64, num_experts_per_token=6, num_shared_experts=1, expert_intermediate_size=8
+    ), 768, "triton").cuda()  # fmt: skip
+    torch.nn.init.normal_(router.weight, std=0.05)
+    router.weight.data = router.weight.data.bfloat16()
+    x = torch.randn(256, 768, device="cuda").bfloat16()
+    wide = (x.double() @ router.weight.double().T).sigmoid()
+    with torch.no_grad():
+        assert (router(x).scores - wide).abs().max() < 1e-5
 
 
 @gpu

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from baltoro.model.cache import Cache
 from baltoro.model.config import ModelConfig
+from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
 from baltoro.ops.kda.fused import chunk_kda_fused
 from baltoro.ops.rms_norm import gated_rms_norm
@@ -58,16 +59,20 @@ class Kda(nn.Module):
         else:
             self.g_a_proj = nn.Linear(size, kda.head_dim, bias=False)
             self.g_b_proj = nn.Linear(kda.head_dim, width, bias=False)
+        self.joined: Joined | None = None
         self.o_norm = HeadNorm(kda.head_dim)
         self.o_proj = nn.Linear(width, size, bias=False)
 
     def forward(self, x_TD: Tensor, cu_seqlens: Tensor, cache: Cache | None = None) -> Tensor:
         """`[T, D]` to `[T, D]`; with a cache its window and state are read and replaced."""
         kda = self.config.kda
-        projected_TC = torch.cat([self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)], -1)
-        logits_THK = self.f_b_proj(self.f_a_proj(x_TD)).view(-1, kda.num_heads, kda.head_dim)
-        gate_THV = self._out_gate(x_TD).view_as(logits_THK)
-        beta_logits_TH = self.b_proj(x_TD)
+        projected_TC, gate_TC, decay_TK, beta_logits_TH = projected(
+            x_TD, self._groups(), self.joined
+        )
+        logits_THK = self.f_b_proj(decay_TK).unflatten(-1, (kda.num_heads, kda.head_dim))
+        if not kda.use_full_rank_gate:
+            gate_TC = self.g_b_proj(gate_TC)
+        gate_THV = gate_TC.unflatten(-1, (kda.num_heads, kda.head_dim))
         if cache is not None and cache.form == "decode":
             inputs = DecodeInputs(projected_TC, logits_THK, beta_logits_TH, gate_THV)
             return self.o_proj(cache.decode_kda(self.layer_idx, self._step, inputs).flatten(1))
@@ -136,7 +141,10 @@ class Kda(nn.Module):
         q_THK, k_THK, v_THV = mixed.y.view(-1, 3, heads, dim).unbind(1)
         return q_THK, k_THK, v_THV, mixed.final_state
 
-    def _out_gate(self, x_TD: Tensor) -> Tensor:
-        if self.config.kda.use_full_rank_gate:
-            return self.g_proj(x_TD)
-        return self.g_b_proj(self.g_a_proj(x_TD))
+    def join(self) -> None:
+        """Make one product of the input's projections where no gradient is wanted."""
+        self.joined = rejoined(self._groups(), self.joined)
+
+    def _groups(self) -> Groups:
+        gate = self.g_proj if self.config.kda.use_full_rank_gate else self.g_a_proj
+        return (self.q_proj, self.k_proj, self.v_proj), (gate,), (self.f_a_proj,), (self.b_proj,)

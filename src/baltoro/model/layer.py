@@ -97,6 +97,11 @@ class Layer(nn.Module):
         y_TD, scores = self._channel_mix(self.post_attention_layernorm(mixed_TD))
         return LayerOutput(partial_sum + y_TD, blocks, scores)
 
+    def join(self) -> None:
+        """Make one product of the projections of an input where no gradient is wanted."""
+        self.self_attn.join()
+        (self.block_sparse_moe if self.is_moe else self.mlp).join()
+
     def _channel_mix(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         if not self.is_moe:
             return self.mlp(x_TD), None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from baltoro.model.cache import Cache, LatentPages
 from baltoro.model.config import ModelConfig
+from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.model.norm import RmsNorm
 from baltoro.ops.mla import varlen_attention
 from baltoro.ops.mla.paged import paged_latent_attention
@@ -31,6 +32,7 @@ class Mla(nn.Module):
             self.q_a_proj = nn.Linear(size, mla.q_lora_rank, bias=False)
             self.q_a_layernorm = RmsNorm(mla.q_lora_rank, eps=eps, impl=impl)
             self.q_b_proj = nn.Linear(mla.q_lora_rank, mla.num_heads * mla.qk_head_dim, bias=False)
+        self.joined: Joined | None = None
         self.kv_a_proj_with_mqa = nn.Linear(size, mla.kv_latent_dim, bias=False)
         self.kv_a_layernorm = RmsNorm(mla.kv_lora_rank, eps=eps, impl=impl)
         self.kv_b_proj = nn.Linear(
@@ -42,7 +44,8 @@ class Mla(nn.Module):
 
     def forward(self, x_TD: Tensor, cu_seqlens: Tensor, cache: Cache | None = None) -> Tensor:
         """`[T, D]` to `[T, D]`; with a cache the new latents are appended and all are attended."""
-        q_THK, kv_TR = self._query(x_TD), self._latent(x_TD)
+        query_TC, latent_TR, *gates = projected(x_TD, self._groups(), self.joined)
+        q_THK, kv_TR = self._query(query_TC), self._latent(latent_TR)
         if cache is None:
             y_THV = self._expanded(q_THK, kv_TR, cu_seqlens, cu_seqlens)
         else:
@@ -53,24 +56,30 @@ class Mla(nn.Module):
                 kv_SR, cu_seqlens_k = cache.kv_packed(self.layer_idx)
                 y_THV = self._expanded(q_THK, kv_SR, cu_seqlens, cu_seqlens_k)
         y_TC = y_THV.flatten(1)
-        if self.config.mla.use_output_gate:
-            y_TC = y_TC * torch.sigmoid(self.g_proj(x_TD))
+        for gate_TC in gates:
+            y_TC = y_TC * torch.sigmoid(gate_TC)
         return self.o_proj(y_TC)
 
-    def _query(self, x_TD: Tensor) -> Tensor:
-        mla = self.config.mla
-        if mla.q_lora_rank is None:
-            q_TC = self.q_proj(x_TD)
-        else:
-            q_TC = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
-        return q_TC.view(-1, mla.num_heads, mla.qk_head_dim)
+    def join(self) -> None:
+        """Make one product of the input's projections where no gradient is wanted."""
+        self.joined = rejoined(self._groups(), self.joined)
 
-    def _latent(self, x_TD: Tensor) -> Tensor:
+    def _groups(self) -> Groups:
+        mla = self.config.mla
+        query = self.q_proj if mla.q_lora_rank is None else self.q_a_proj
+        gates = [(self.g_proj,)] if mla.use_output_gate else []
+        return ((query,), (self.kv_a_proj_with_mqa,), *gates)
+
+    def _query(self, q_TC: Tensor) -> Tensor:
+        mla = self.config.mla
+        if mla.q_lora_rank is not None:
+            q_TC = self.q_b_proj(self.q_a_layernorm(q_TC))
+        return q_TC.unflatten(-1, (mla.num_heads, mla.qk_head_dim))
+
+    def _latent(self, kv_TR: Tensor) -> Tensor:
         """The row to cache: normalised latent, then the raw shared key."""
         mla = self.config.mla
-        latent_TR, shared_TR = self.kv_a_proj_with_mqa(x_TD).split(
-            [mla.kv_lora_rank, mla.qk_rope_head_dim], -1
-        )
+        latent_TR, shared_TR = kv_TR.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
         return torch.cat([self.kv_a_layernorm(latent_TR), shared_TR], -1)
 
     def _expanded(

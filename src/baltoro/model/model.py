@@ -141,6 +141,17 @@ class Model(nn.Module):
         layer = self.mtp_layers[mtp_idx]
         return layer(self.embed(next_tokens), mixture, cu_seqlens, cache)
 
+    def join_projections(self) -> None:
+        """Lay weights that read the same input side by side (`baltoro.model.joined`).
+
+        For serving: the parameters stay, as views, and products without gradients become fewer.
+        """
+        # ordinary tensors even where the caller is in inference mode: they may be trained again
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self.layers:
+                assert isinstance(layer, Layer)
+                layer.join()
+
     def cast(self, dtype: torch.dtype) -> "Model":
         """Cast in place to `dtype`, leaving the tensors that the release keeps in fp32."""
         for name, tensor in [*self.named_parameters(), *self.named_buffers()]:

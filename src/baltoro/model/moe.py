@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from baltoro.model.config import ModelConfig, MoeConfig
+from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.model.mlp import Mlp
 from baltoro.model.norm import backbone_norm
 from baltoro.ops.moe import Routing, moe_experts, moe_experts_mxfp4, route
@@ -41,11 +42,9 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Routing:
         """`[T, D]` to scores, expert ids and weights."""
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        logits_TE = nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype))
         config = self.config
         return route(
-            logits_TE,
+            self._logits(x_TD),
             self.expert_bias,
             num_experts_per_token=config.num_experts_per_token,
             activation=config.router_activation,
@@ -56,6 +55,14 @@ class Router(nn.Module):
             has_score_gradient=self.has_score_gradient,
             impl="torch" if torch.is_grad_enabled() else self.impl,
         )
+
+    def _logits(self, x_TD: Tensor) -> Tensor:
+        is_bf16 = x_TD.dtype == self.weight.dtype == torch.bfloat16
+        if x_TD.is_cuda and is_bf16 and not torch.is_grad_enabled():
+            # products of two bf16 numbers are exact in fp32: widening them first adds nothing
+            return torch.mm(x_TD, self.weight.mT, out_dtype=torch.float32)
+        dtype = torch.promote_types(x_TD.dtype, torch.float32)
+        return nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype))
 
 
 class Experts(nn.Module):
@@ -126,6 +133,7 @@ class Moe(nn.Module):
         self.gate = Router(moe, size, config.impl.moe)
         experts = Experts if moe.expert_format == "dense" else Mxfp4Experts
         self.experts = experts(config, moe, latent or size)
+        self.joined: Joined | None = None
         self.has_latent = latent is not None
         self.has_latent_norm = moe.use_latent_norm
         self.has_shared_experts = moe.num_shared_experts > 0
@@ -142,8 +150,9 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor) -> MoeOutput:
         """`[T, D]` to `[T, D]` and the router scores."""
         routing = self.gate(x_TD)
+        inputs = projected(x_TD, self._groups(), self.joined)
         if self.has_latent:
-            mixed_TZ = self.experts(self.routed_expert_down_proj(x_TD), routing)
+            mixed_TZ = self.experts(inputs.pop(0), routing)
             if self.has_latent_norm:
                 # after the sum over experts: a partial sum of ranks must be reduced before
                 mixed_TZ = self.routed_expert_norm(mixed_TZ)
@@ -151,5 +160,15 @@ class Moe(nn.Module):
         else:
             y_TD = self.experts(x_TD, routing)
         if self.has_shared_experts:
-            y_TD = y_TD + self.shared_experts(x_TD)
+            y_TD = y_TD + self.shared_experts(x_TD, inputs)
         return MoeOutput(y_TD, routing.scores)
+
+    def join(self) -> None:
+        """Make one product of the input's projections where no gradient is wanted."""
+        if self._groups():
+            self.joined = rejoined(self._groups(), self.joined)
+
+    def _groups(self) -> Groups:
+        """All projections of the input but the router's, which is computed in fp32."""
+        latent = [(self.routed_expert_down_proj,)] if self.has_latent else []
+        return (*latent, *(self.shared_experts.groups() if self.has_shared_experts else ()))

@@ -73,14 +73,14 @@ class ResidentBatch:
         self._captured: tuple[int, ...] = ()  # addresses of the weights that the graphs read
 
     @torch.inference_mode()
-    def capture(self) -> None:
-        """On a GPU: make the graphs, unless those there read the model's present weights.
+    def prepare(self) -> None:
+        """Join the model's projections; on a GPU make the graphs too, if those there read others.
 
-        What the rows held is lost.
+        Call it again when weights may have become other tensors. What the rows held is lost.
         """
         device = self.pool.pages.device
-        addresses = tuple(tensor.data_ptr() for tensor in self.model.parameters())
-        if device.type != "cuda" or addresses == self._captured:
+        self.model.join_projections()
+        if device.type != "cuda" or self._addresses() == self._captured:
             return
         self._graphs = {}
         for tensor in (self.tokens, self.positions, self.is_used, self.slots, self.page_table):
@@ -97,7 +97,7 @@ class ResidentBatch:
             with torch.cuda.graph(graph, pool=pool):
                 logits_NW = self._compute(size)
             self._graphs[size] = (graph, logits_NW)
-        self._captured = addresses
+        self._captured = self._addresses()
 
     @torch.inference_mode()
     def place(self, places: Sequence[Place]) -> None:
@@ -138,6 +138,10 @@ class ResidentBatch:
         graph, logits_NW = self._graphs[size]
         graph.replay()
         return logits_NW[:count]
+
+    def _addresses(self) -> tuple[int, ...]:
+        weights = (*self.model.parameters(), *self.model.buffers())
+        return tuple(tensor.data_ptr() for tensor in weights)
 
     def _size(self, count: int) -> int:
         return next(size for size in self.sizes if size >= count)

@@ -95,7 +95,7 @@ class Runner:
     def renew(self) -> None:
         """The model's weights may have become other tensors; call it before the next step."""
         if self.batch is not None:
-            self.batch.capture()
+            self.batch.prepare()
             self._placed = []
 
     @torch.inference_mode()
