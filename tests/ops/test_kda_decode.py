@@ -9,10 +9,14 @@ from ops.harness import boundaries, relative_error
 from torch import Tensor
 
 from baltoro.ops.impl import ImplError
+from baltoro.ops.kda import l2_normalize, log_decay, recurrent_kda
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
+from baltoro.ops.rms_norm import gated_rms_norm
+from baltoro.ops.short_conv import short_conv
 
 IMPLS = ["reference", "torch"]
 BOUND = -5.0
+NORM_EPS, EPS = 0.25, 0.5  # large enough to show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,8 @@ def run(batch: Batch, impl: str, device: str = "cpu") -> tuple[Tensor, StatePool
         cu_seqlens=moved(batch.cu_seqlens),
         num_kept=moved(batch.num_kept),
         gate_lower_bound=batch.bound,
-        norm_eps=1e-5,
+        norm_eps=NORM_EPS,
+        eps=EPS,
         impl=impl,
     )
     return y.cpu(), StatePool(*(x.cpu() for x in pool))
@@ -134,6 +139,35 @@ def assert_decode_earned(
     bounds = range(len(y) + 1) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
     for slot, (start, stop) in zip(batch.slots.tolist(), pairwise(bounds), strict=True):
         assert slot != 0 or not y[start:stop].any()
+
+
+@pytest.mark.parametrize("bound", [None, BOUND])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_it_is_the_operators_of_a_layer_one_after_another(impl, bound):
+    batch = decode_batch([3, 1, 2], bound=bound)
+    y, pool = run(batch, impl)
+    inputs, weights, starts = batch.inputs, batch.weights, batch.cu_seqlens
+    windows, states = (x[batch.slots.long()] for x in batch.pool)
+    H, K, V = 2, 16, 24
+    mixed, new_windows = short_conv(
+        inputs.projected, weights.conv, cu_seqlens=starts, initial_state=windows, impl="reference"
+    )
+    q, k, v = mixed[:, : H * K], mixed[:, H * K : 2 * H * K], mixed[:, 2 * H * K :]
+    g = log_decay(inputs.decay_logits, weights.A_log, weights.dt_bias, lower_bound=bound)
+    o, new_states = recurrent_kda(
+        l2_normalize(q.view(-1, H, K), eps=EPS) / 4,
+        l2_normalize(k.view(-1, H, K), eps=EPS),
+        v.view(-1, H, V),
+        g,
+        torch.sigmoid(inputs.beta_logits),
+        cu_seqlens=starts,
+        initial_state=states,
+        impl="reference",
+    )
+    out = gated_rms_norm(o, weights.norm, inputs.gate_logits, eps=NORM_EPS, impl="reference")
+    torch.testing.assert_close(y, out)
+    torch.testing.assert_close(pool.windows[batch.slots.long()], new_windows)
+    torch.testing.assert_close(pool.states[batch.slots.long()], new_states)
 
 
 @pytest.mark.parametrize("bound", [None, BOUND])

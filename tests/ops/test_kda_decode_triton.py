@@ -8,7 +8,14 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.harness import boundaries, poisoned_memory
-from ops.test_kda_decode import Batch, assert_decode_earned, decode_batch, run
+from ops.test_kda_decode import (
+    EPS,
+    NORM_EPS,
+    Batch,
+    assert_decode_earned,
+    decode_batch,
+    run,
+)
 from torch import Tensor
 
 from baltoro.ops.impl import ImplError
@@ -35,7 +42,8 @@ def on_device(batch: Batch) -> dict:
         "cu_seqlens": None if batch.cu_seqlens is None else batch.cu_seqlens.cuda(),
         "num_kept": None if batch.num_kept is None else batch.num_kept.cuda(),
         "gate_lower_bound": batch.bound,
-        "norm_eps": 1e-5,
+        "norm_eps": NORM_EPS,
+        "eps": EPS,
         "impl": "triton",
     }
 
