@@ -1,11 +1,13 @@
 """Time the operators around the products on a GPU beside their floors and plain PyTorch.
 
-    PYTHONPATH=src python3 bench/ops_pointwise.py [--only rms_norm] [--out FILE]
+    PYTHONPATH=src python3 bench/ops_pointwise.py [--only rms_norm] [--ways triton] [--out FILE]
 
 `triton` and `torch` are our implementations, `compile` is torch.compile of the formula as it reads.
 `eager` is the median of device events around the call, `graph` the replay of a CUDA graph of it,
 `host` the time a call keeps Python busy, on few tokens. Before any time is taken, outputs and
 gradients are compared with the reference in fp64; nothing is reported if one is off by over 1 %.
+With `--tune` the operators that have a list of launch shapes are timed in each of them, and nothing
+else; a shape that errs or does not run is said to and left out.
 
 Floor: the bytes that must move, each input read and each output written once, at a measured copy
 rate; for the loss the products alone, one forward and two backward, at a measured bf16 matrix rate.
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +27,23 @@ import triton
 from kda import ceilings, eager_ms, graph_ms
 from provenance import commit_of
 from torch import Tensor
+from triton.runtime.errors import TritonError
 
 from baltoro.ops.attn_res import attn_res_mix
+from baltoro.ops.attn_res import triton as attn_res_kernels
+from baltoro.ops.attn_res.packed import PackedShape
 from baltoro.ops.cross_entropy import linear_cross_entropy
 from baltoro.ops.rms_norm import gated_rms_norm, rms_norm
 from baltoro.ops.short_conv import short_conv
 from baltoro.ops.situ import situ_glu
+from baltoro.ops.situ import triton as situ_kernels
 
 Op = Callable[..., Tensor]
+WAYS = ("triton", "torch", "compile")
+
+
+class WrongResultError(Exception):
+    """A result is further from the reference than a kernel may be."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +165,52 @@ def cases() -> list[Case]:
     return found
 
 
+def shapes_of(case: Case) -> list[tuple[ModuleType, dict[str, object]]]:
+    """The launch shapes to try: what to set in a module of kernels, the present one first."""
+    if case.name == "attn_res" and case.sizes["width"] > attn_res_kernels.MIN_PACKED_WIDTH:
+        pairs = [(None, None)]
+        for num_programs in (132, 264, 1024):
+            forward = [PackedShape(ahead, num_programs) for ahead in (4, 6, 8)]
+            backward = [
+                PackedShape(3, num_programs, group=3),
+                PackedShape(3, num_programs),
+                PackedShape(4, num_programs, group=3, is_query_held=False),
+            ]
+            pairs += zip(forward, backward, strict=True)
+        return [
+            (attn_res_kernels, {"PACKED_FORWARD": forward, "PACKED_BACKWARD": backward})
+            for forward, backward in pairs
+        ]
+    if case.name == "situ_glu":
+        blocks = ((1024, 2), (2048, 4), (4096, 8), (2048, 2), (1024, 4), (512, 1))
+        return [(situ_kernels, {"BLOCK": block, "NUM_WARPS": warps}) for block, warps in blocks]
+    return []
+
+
+def tuned(case: Case) -> list[dict[str, object]]:
+    """Times of every launch shape of a case, each compared with the reference before."""
+    rows = []
+    for module, settings in shapes_of(case):
+        before = {name: getattr(module, name) for name in settings}
+        row: dict[str, object] = {name: str(value) for name, value in settings.items()}
+        for name, value in settings.items():
+            setattr(module, name, value)
+        try:
+            refuse_wrong_results(case)
+            row |= passes_ms(case.op, case, "triton")
+        except (RuntimeError, TritonError, WrongResultError) as error:
+            row["refused"] = str(error)[:200]
+        finally:
+            for name, value in before.items():
+                setattr(module, name, value)
+        rows.append(row)
+        print(json.dumps({"op": case.name, **case.sizes, **row}), flush=True)
+    for way in ("forward_ms", "backward_ms"):
+        best = min((row for row in rows if way in row), key=lambda row: row[way], default=None)
+        print(f"bench: best {way} of {case.name} {case.sizes}: {best}", flush=True)
+    return rows
+
+
 def host_us(run: Callable[[], object], repeats: int = 200) -> float:
     for _ in range(20):
         run()
@@ -183,10 +241,10 @@ def refuse_wrong_results(case: Case) -> None:
     for index, (x, y) in enumerate(pairs):
         error = float((x.double() - y).norm() / y.norm())
         if not error < 1e-2:
-            raise SystemExit(f"bench: {case.name}: result {index} is off by {error:.1e}; no times")
+            raise WrongResultError(f"{case.name}: result {index} is off by {error:.1e}; no times")
 
 
-def measure(op: Op, case: Case, impl: str) -> dict[str, float]:
+def passes_ms(op: Op, case: Case, impl: str) -> dict[str, float]:
     leaves = leaves_of(case, case.sizes["tokens"])
     out = op(impl, *leaves)
     d_out = torch.randn_like(out)
@@ -198,8 +256,19 @@ def measure(op: Op, case: Case, impl: str) -> dict[str, float]:
     def backward() -> object:
         return torch.autograd.grad(out, leaves, d_out, retain_graph=True)
 
-    times = {"forward_ms": eager_ms(forward), "backward_ms": eager_ms(backward)}
+    return {"forward_ms": eager_ms(forward), "backward_ms": eager_ms(backward)}
+
+
+def measure(op: Op, case: Case, impl: str) -> dict[str, float]:
+    times = passes_ms(op, case, impl)
     if impl == "triton":
+        leaves = leaves_of(case, case.sizes["tokens"])
+        d_out = torch.randn_like(op(impl, *leaves))
+
+        def forward() -> object:
+            with torch.no_grad():
+                return op(impl, *leaves)
+
         times["forward_graph_ms"] = graph_ms(forward)
         times["step_graph_ms"] = graph_ms(
             lambda: torch.autograd.grad(op(impl, *leaves), leaves, d_out)
@@ -219,7 +288,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/ops_pointwise.json"))
     parser.add_argument("--commit", help="instead of asking git")
     parser.add_argument("--only", help="one operator")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--tune", action="store_true", help="time launch shapes instead")
+    parser.add_argument("--budget", type=float, default=600.0, help="seconds; the rest is left out")
     arguments = parser.parse_args()
+    start = time.monotonic()
     commit = commit_of(arguments.commit)
     bytes_per_s, flops_per_s = ceilings()
     result = {
@@ -233,9 +306,11 @@ def main() -> None:
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for case in cases():
-        if arguments.only not in (None, case.name):
+        if arguments.only not in (None, case.name) or (arguments.tune and not shapes_of(case)):
             continue
-        refuse_wrong_results(case)
+        if time.monotonic() - start > arguments.budget:
+            print(f"bench: budget spent; left out from {case.name} {case.sizes} on", flush=True)
+            break
         row = {
             "op": case.name,
             **case.sizes,
@@ -245,10 +320,17 @@ def main() -> None:
                 "backward_ms": 1e3
                 * max(case.backward_bytes / bytes_per_s, case.backward_flops / flops_per_s),
             },
-            "triton": measure(case.op, case, "triton"),
-            "torch": measure(case.op, case, "torch"),
-            "compile": measure(torch.compile(case.plain or case.op), case, "reference"),
         }
+        if arguments.tune:
+            row["shapes"] = tuned(case)
+        else:
+            refuse_wrong_results(case)
+            plain = case.plain or case.op
+            for way in arguments.ways:
+                if way == "compile":
+                    row[way] = measure(torch.compile(plain), case, "reference")
+                else:
+                    row[way] = measure(case.op, case, way)
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

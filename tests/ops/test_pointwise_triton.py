@@ -10,6 +10,7 @@ from ops.harness import poisoned_memory
 from torch import Tensor
 
 from baltoro.ops.attn_res import attn_res_mix
+from baltoro.ops.attn_res import triton as attn_res_kernels
 from baltoro.ops.cross_entropy import linear_cross_entropy
 from baltoro.ops.cross_entropy import triton as cross_entropy_kernels
 from baltoro.ops.impl import ImplError
@@ -99,6 +100,19 @@ def test_the_mixture_earns_its_tolerance(num_sources, width, num_tokens, dtype):
 def test_the_mixture_earns_its_tolerance_at_other_widths(num_sources, width, dtype):
     inputs = sources_of(num_sources, 70, width)
     assert_earned(mix, inputs, dtype, rounding_steps=STEPS[dtype], impl="triton", device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("shapes", [((4, 132), (3, 132, 3)), ((8, 7), (4, 7, 3, False))])
+@pytest.mark.parametrize("num_sources", [1, 4, 9])
+@pytest.mark.parametrize("spread", [2.0, 20.0])
+def test_the_mixture_of_pairs_earns_its_tolerance(num_sources, spread, shapes, monkeypatch):
+    forward, backward = (attn_res_kernels.packed.PackedShape(*shape) for shape in shapes)
+    monkeypatch.setattr(attn_res_kernels, "PACKED_FORWARD", forward)
+    monkeypatch.setattr(attn_res_kernels, "PACKED_BACKWARD", backward)
+    for num_tokens in (1, 70, 300):
+        inputs = sources_of(num_sources, num_tokens, 7168, spread)
+        assert_earned(mix, inputs, torch.bfloat16, impl="triton", device="cuda")
 
 
 @gpu

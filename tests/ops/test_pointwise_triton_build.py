@@ -11,8 +11,9 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import triton
-from ops.hopper import resources
+from ops.hopper import machine_code, resources
 
+from baltoro.ops.attn_res import packed
 from baltoro.ops.attn_res import triton as attn_res
 from baltoro.ops.cross_entropy import triton as cross_entropy
 from baltoro.ops.rms_norm import triton as rms_norm
@@ -31,11 +32,20 @@ from ops.earned import assert_earned, randn
 from ops.harness import assert_within_budget, poisoned_memory, short_conv_inputs
 from ops.test_pointwise_triton import gated, halves, loss, mix, norm, situ, sources_of, uncapped
 from ops.test_short_conv_triton import conv, reference
+from baltoro.ops.attn_res import triton as attn_res
 from baltoro.ops.cross_entropy import triton as cross_entropy
 
 fp32, bf16 = torch.float32, torch.bfloat16
 for num_sources, num_tokens, width in ((1, 3, 16), (2, 0, 16), (3, 7, 24), (5, 5, 32)):
     assert_earned(mix, sources_of(num_sources, num_tokens, width), fp32, impl="triton")
+attn_res.MIN_PACKED_WIDTH = 8
+for forward, backward in (((6, 2), (3, 2, 3)), ((2, 9), (4, 9, 1, False)), ((9, 3), (1, 3, 3))):
+    attn_res.PACKED_FORWARD = attn_res.packed.PackedShape(*forward)
+    attn_res.PACKED_BACKWARD = attn_res.packed.PackedShape(*backward)
+    for num_sources, num_tokens, width in ((1, 3, 16), (9, 0, 16), (3, 7, 24), (9, 5, 40)):
+        # the interpreter cuts off to round
+        inputs = sources_of(num_sources, num_tokens, width)
+        assert_earned(mix, inputs, bf16, impl="triton", rounding_steps=12)
 for num_tokens in (0, 1, 65):
     x, gate = 3 * randn(num_tokens, 3, 8), 2 * randn(num_tokens, 3, 8, seed=1)
     assert_earned(norm, [x, randn(8)], bf16, impl="triton")
@@ -93,6 +103,36 @@ def test_the_mixture_compiles_without_lost_registers(num_sources, width):
         assert resources(kernel, arguments, shape.num_warps).stack_bytes <= MAX_STACK_BYTES
 
 
+@pytest.mark.parametrize(
+    ("num_sources", "forward_ahead", "backward"),
+    [
+        (9, 4, (3, 3, True)),
+        (9, 6, (3, 1, True)),
+        (9, 8, (4, 3, False)),
+        (8, 6, (3, 1, True)),
+        (10, 6, (3, 3, True)),
+    ],
+)
+def test_the_mixture_of_pairs_compiles_without_lost_registers(num_sources, forward_ahead, backward):
+    sources = ("*bf16",) * num_sources
+    shared = {
+        "sources": sources, "norm_weight": "*bf16", "proj_weight": "*bf16", "stats": "*fp32",
+        "num_tokens": "i32", "tokens_per_program": "i32", "S": num_sources, "D": 7168, "BP": 4096,
+    }  # fmt: skip
+    ahead, group, is_query_held = backward
+    forward_arguments = {"out": "*bf16", "eps": "fp32", "IS_KEPT": True, "AHEAD": forward_ahead}
+    backward_arguments = {
+        "d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32", "AHEAD": ahead,
+        "GROUP": group if num_sources % group == 0 else 1, "IS_QUERY_HELD": is_query_held,
+    }  # fmt: skip
+    for kernel, arguments in (
+        (packed.packed_forward_kernel, forward_arguments),
+        (packed.packed_backward_kernel, backward_arguments),
+    ):
+        found = resources(kernel, {**shared, **arguments}, packed.NUM_WARPS)
+        assert found.stack_bytes <= MAX_STACK_BYTES
+
+
 @pytest.mark.parametrize("has_gate", [False, True])
 @pytest.mark.parametrize("width", [128, 384, 768, 2048, 7168])
 def test_the_norms_compile_without_lost_registers(width, has_gate):
@@ -114,14 +154,15 @@ def test_the_norms_compile_without_lost_registers(width, has_gate):
         assert resources(kernel, arguments, num_warps).stack_bytes <= MAX_STACK_BYTES
 
 
+@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize("is_capped", [False, True])
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
-def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped):
+def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped, is_flat):
     shared = {
-        "gate": pointer, "up": pointer, "out": pointer, "num_blocks": "i32", "width": "i32:16",
-        "gate_stride": "i32:16", "up_stride": "i32:16", "out_stride": "i32:16", "beta": "fp32",
-        "linear_beta": "fp32", "BLOCK": situ.BLOCK, "IS_CAPPED": is_capped,
-        "IS_EXACT": pointer == "*fp32",
+        "gate": pointer, "up": pointer, "out": pointer, "width": "i32:16", "gate_stride": "i32:16",
+        "up_stride": "i32:16", "out_stride": "i32:16", "beta": "fp32", "linear_beta": "fp32",
+        "BLOCK": situ.BLOCK, "IS_FLAT": is_flat, "IS_CAPPED": is_capped,
+        "IS_EXACT": pointer == "*fp32", "IS_SQUARE": True,
     }  # fmt: skip
     backward = {
         **shared, "d_out": pointer, "d_gate": pointer, "d_up": pointer,
@@ -132,6 +173,10 @@ def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped):
         (situ.situ_backward_kernel, backward),
     ):
         assert resources(kernel, arguments, situ.NUM_WARPS).stack_bytes == 0
+        if pointer == "*bf16":  # else they wait for instructions and not for memory
+            code = machine_code(kernel, arguments, situ.NUM_WARPS)
+            per_number = len(code.splitlines()) / (situ.BLOCK / (32 * situ.NUM_WARPS))
+            assert per_number < (30 if kernel is situ.situ_forward_kernel else 50)
 
 
 @pytest.mark.parametrize("has_d_final", [False, True])

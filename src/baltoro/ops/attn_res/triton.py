@@ -19,11 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton import add_pairs, as_operator, cdiv, padded_width, refuse_unserved
+from . import packed
 
 MAX_TOKENS_PER_PROGRAM = 4  # of a forward program, which reads the query once for all of them
 MAX_PROGRAMS = 132 * 8  # of the forward pass, for fewer tokens than fill the device
 MAX_PROGRAM_WARPS = 132 * 16  # of the backward pass; each program has a part of dq
 SUM_COLUMNS = 16
+# bf16 rows of more than `MIN_PACKED_WIDTH` numbers take the kernels of `packed` in these shapes
+PACKED_FORWARD: packed.PackedShape | None = None
+PACKED_BACKWARD: packed.PackedShape | None = None
+MIN_PACKED_WIDTH = 4096
 
 
 @triton.jit
@@ -192,7 +197,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out, stats = _outputs(sources, norm_weight, proj_weight, eps, is_kept)
     (T, D), S = out.shape, len(sources)
-    if T > 0:
+    pairs = _packed_shape(PACKED_FORWARD, out)
+    if T > 0 and pairs is not None:
+        packed.launch_forward(
+            tuple(sources), norm_weight, proj_weight, out, stats, eps, is_kept, pairs
+        )
+    elif T > 0:
         BD = padded_width(D)
         shape = forward_shape(S, BD)
         tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
@@ -202,6 +212,13 @@ def _forward(
             num_warps=shape.num_warps,
         )  # fmt: skip
     return out, stats
+
+
+def _packed_shape(shape: packed.PackedShape | None, row: Tensor) -> packed.PackedShape | None:
+    """`shape`, or None where rows like these are not read two numbers at a time."""
+    width = row.shape[1]
+    is_served = row.dtype is torch.bfloat16 and width > MIN_PACKED_WIDTH and width % 8 == 0
+    return shape if is_served else None
 
 
 def _outputs(
@@ -224,10 +241,18 @@ def _backward(
     (T, D), S = d_out.shape, len(sources)
     BD = padded_width(D)
     shape = backward_shape(S, BD)
-    tokens_per_program = max(1, cdiv(T * shape.num_warps, MAX_PROGRAM_WARPS))
+    pairs = _packed_shape(PACKED_BACKWARD, d_out)
+    if pairs is None:
+        tokens_per_program = max(1, cdiv(T * shape.num_warps, MAX_PROGRAM_WARPS))
+    else:
+        tokens_per_program = packed.tokens_per_program(T, pairs)
     num_programs = cdiv(T, tokens_per_program)
     parts = d_out.new_empty(num_programs, D, dtype=torch.float32)
-    if T > 0:
+    if T > 0 and pairs is not None:
+        packed.launch_backward(
+            tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats, parts, pairs
+        )
+    elif T > 0:
         backward_kernel[(num_programs,)](
             tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats, parts,
             T, tokens_per_program,

@@ -3,10 +3,13 @@
     y = b tanh(g / b) sigmoid(g) * c tanh(u / c)
 
 The three maps are fractions over 1 + e with e = exp(-2 |g| / b), exp(-|g|), exp(-2 |u| / c), all in
-(0, 1]: nothing overflows, and one reciprocal serves them all, since such units are what the kernel
-waits for. Near 0 the tanh of fp32 inputs is a polynomial; for bf16 the 6e-8 lost in 1 - e are far
-below a rounding.
+(0, 1]: nothing overflows; for b = 4 the second is the first squared. The kernels wait for their
+instructions more than for memory, so the forward pass takes one reciprocal for all three, and signs
+are set by their bit. Near 0 the tanh of fp32 inputs is a polynomial; for bf16 the 6e-8 lost in
+1 - e, and the few in a root for a reciprocal, are far below a rounding.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,6 +19,7 @@ from torch import Tensor
 from ..triton import as_operator, cdiv, refuse_unserved, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
+SIGN = tl.constexpr(-(2**31))
 BLOCK = 1024
 NUM_WARPS = 2
 
@@ -27,128 +31,161 @@ def decay(x, rate):
 
 
 @triton.jit
-def tanh_numerator(x, e, inverse_beta, IS_EXACT: tl.constexpr):
-    """tanh(x / beta) (1 + e), where e = exp(-2 |x| / beta)."""
-    numerator = tl.where(x < 0.0, e - 1.0, 1.0 - e)
+def with_sign(x, signs):
+    """x >= 0 with the first of the bits `signs`."""
+    bits = x.to(tl.int32, bitcast=True) | (signs & SIGN)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal(x, IS_EXACT: tl.constexpr):
+    """1 / x; for x in [1, 8] and not `IS_EXACT` in two instructions, off by 3e-7 of it."""
     if IS_EXACT:
-        y = x * inverse_beta
-        z = y * y
-        # Taylor to y^13: off by 4e-9 of the value at 0.4
+        inverse = 1.0 / x
+    else:
+        root = tl.rsqrt(x)
+        inverse = root * root
+    return inverse
+
+
+@triton.jit
+def tanh_and_slope(x, e, inverse_beta, IS_EXACT: tl.constexpr):
+    """y = tanh(x / beta) and 1 - y^2, where e = exp(-2 |x| / beta)."""
+    inverse = reciprocal(1.0 + e, IS_EXACT)
+    y = with_sign(inverse - e * inverse, x.to(tl.int32, bitcast=True))
+    slope = 1.0 - y * y
+    if IS_EXACT:
+        slope = 4.0 * e * inverse * inverse
+        small = x * inverse_beta
+        z = small * small
+        # Taylor to the 13th power: off by 4e-9 of the value at 0.4
         p = -0.00886323552990220 + z * 0.00359212803657248
         p = 0.0218694885361552 + z * p
         p = -0.0539682539682540 + z * p
         p = 0.133333333333333 + z * p
         p = -0.333333333333333 + z * p
-        numerator = tl.where(z < 0.16, (y + y * z * p) * (1.0 + e), numerator)
-    return numerator
+        y = tl.where(z < 0.16, small + small * z * p, y)
+    return y, slope
 
 
 @triton.jit
-def sigmoid_numerator(x, e):
-    """sigmoid(x) (1 + e), where e = exp(-|x|)."""
-    return tl.where(x < 0.0, e, 1.0)
-
-
-@triton.jit
-def offsets_of(num_blocks, width, BLOCK: tl.constexpr):
+def place_of(width, BLOCK: tl.constexpr, IS_FLAT: tl.constexpr):
     """Row (int64), columns and mask of this program's piece of a row."""
-    row = (tl.program_id(0) // num_blocks).to(tl.int64)
-    first = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK
+    row = tl.program_id(1 if IS_FLAT else 0).to(tl.int64)
+    first = tl.program_id(0 if IS_FLAT else 1).to(tl.int64) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     return row, columns, columns < width
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def situ_forward_kernel(
-    gate, up, out, num_blocks, width, gate_stride, up_stride, out_stride, beta, linear_beta,
-    BLOCK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr,
+    gate, up, out, width, gate_stride, up_stride, out_stride, beta, linear_beta,
+    BLOCK: tl.constexpr, IS_FLAT: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr,
+    IS_SQUARE: tl.constexpr,
 ):  # fmt: skip
-    row, columns, is_here = offsets_of(num_blocks, width, BLOCK)
+    row, columns, is_here = place_of(width, BLOCK, IS_FLAT)
     g = tl.load(gate + row * gate_stride + columns, mask=is_here, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=is_here, other=0.0).to(tl.float32)
-    e_tanh = decay(g, 2.0 / beta)
-    e_sigmoid = decay(g, 1.0)
-    over = (1.0 + e_tanh) * (1.0 + e_sigmoid)
-    y = tanh_numerator(g, e_tanh, 1.0 / beta, IS_EXACT) * sigmoid_numerator(g, e_sigmoid)
-    if IS_CAPPED:
-        e_up = decay(u, 2.0 / linear_beta)
-        over *= 1.0 + e_up
-        y *= tanh_numerator(u, e_up, 1.0 / linear_beta, IS_EXACT) * (beta * linear_beta)
+    e = decay(g, 2.0 / beta)
+    s = e * e if IS_SQUARE else decay(g, 1.0)
+    if IS_EXACT:
+        tanh, _ = tanh_and_slope(g, e, 1.0 / beta, IS_EXACT)
+        y = beta * tanh * tl.where(g < 0.0, s, 1.0) / (1.0 + s)
+        if IS_CAPPED:
+            f = decay(u, 2.0 / linear_beta)
+            tanh_up, _ = tanh_and_slope(u, f, 1.0 / linear_beta, IS_EXACT)
+            y *= linear_beta * tanh_up
+        else:
+            y *= u
     else:
-        y *= beta * u
-    y = y / over
+        signs = g.to(tl.int32, bitcast=True)
+        scale = beta * linear_beta if IS_CAPPED else beta
+        over = 1.0 + e
+        over += over * s
+        y = scale - scale * e
+        if IS_CAPPED:
+            f = decay(u, 2.0 / linear_beta)
+            over += over * f
+            y -= y * f
+            signs ^= u.to(tl.int32, bitcast=True)
+        y *= tl.where(g < 0.0, s, 1.0)
+        y = with_sign(y * reciprocal(over, IS_EXACT), signs)
+        if not IS_CAPPED:
+            y *= u
     tl.store(out + row * out_stride + columns, y.to(out.dtype.element_ty), mask=is_here)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@triton.jit
 def situ_backward_kernel(
-    gate, up, d_out, out, d_gate, d_up, num_blocks, width,
-    gate_stride, up_stride, d_out_stride, out_stride, beta, linear_beta,
-    BLOCK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr, HAS_OUT: tl.constexpr,
+    gate, up, d_out, out, d_gate, d_up, width, gate_stride, up_stride, d_out_stride, out_stride,
+    beta, linear_beta,
+    BLOCK: tl.constexpr, IS_FLAT: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr,
+    IS_SQUARE: tl.constexpr, HAS_OUT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate and up, and where `HAS_OUT` the output again."""
-    row, columns, is_here = offsets_of(num_blocks, width, BLOCK)
+    row, columns, is_here = place_of(width, BLOCK, IS_FLAT)
     g = tl.load(gate + row * gate_stride + columns, mask=is_here, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=is_here, other=0.0).to(tl.float32)
     dy = tl.load(d_out + row * d_out_stride + columns, mask=is_here, other=0.0).to(tl.float32)
-    e_tanh = decay(g, 2.0 / beta)
-    e_sigmoid = decay(g, 1.0)
-    over_tanh = 1.0 + e_tanh
-    over_sigmoid = 1.0 + e_sigmoid
-    over = over_tanh * over_sigmoid
+    e = decay(g, 2.0 / beta)
+    s = e * e if IS_SQUARE else decay(g, 1.0)
+    tanh, slope = tanh_and_slope(g, e, 1.0 / beta, IS_EXACT)
+    inverse = reciprocal(1.0 + s, IS_EXACT)
+    sigmoid = tl.where(g < 0.0, s, 1.0) * inverse
+    # 1 - sigmoid
+    rest = tl.where(g < 0.0, 1.0, s) * inverse if IS_EXACT else 1.0 - sigmoid
+    tanh *= beta
+    capped_gate = tanh * sigmoid
     if IS_CAPPED:
-        e_up = decay(u, 2.0 / linear_beta)
-        over_up = 1.0 + e_up
-        inverse = 1.0 / (over * over_up)
-        inverse_up = inverse * over
-        t_up = tanh_numerator(u, e_up, 1.0 / linear_beta, IS_EXACT) * inverse_up
-        capped_up = linear_beta * t_up
-        # 1 - tanh^2 = 4 e / (1 + e)^2, without cancellation
-        slope_up = 4.0 * e_up * inverse_up * inverse_up
-        inverse *= over_up
+        f = decay(u, 2.0 / linear_beta)
+        tanh_up, slope_up = tanh_and_slope(u, f, 1.0 / linear_beta, IS_EXACT)
+        capped_up = linear_beta * tanh_up
+        d_u = dy * capped_gate * slope_up
     else:
-        inverse = 1.0 / over
         capped_up = u
-        slope_up = 1.0
-    inverse_tanh = inverse * over_sigmoid
-    inverse_sigmoid = inverse * over_tanh
-    t_gate = tanh_numerator(g, e_tanh, 1.0 / beta, IS_EXACT) * inverse_tanh
-    s_gate = sigmoid_numerator(g, e_sigmoid) * inverse_sigmoid
-    capped_gate = beta * t_gate * s_gate
-    rest = sigmoid_numerator(-g, e_sigmoid) * inverse_sigmoid  # 1 - sigmoid(g)
-    slope_gate = 4.0 * e_tanh * inverse_tanh * inverse_tanh * s_gate + capped_gate * rest
+        d_u = dy * capped_gate
+    d_g = dy * capped_up * (sigmoid * (slope + tanh * rest))
     place = row * out_stride + columns
-    tl.store(
-        d_gate + place, (dy * slope_gate * capped_up).to(d_gate.dtype.element_ty), mask=is_here
-    )
-    tl.store(d_up + place, (dy * capped_gate * slope_up).to(d_up.dtype.element_ty), mask=is_here)
+    tl.store(d_gate + place, d_g.to(d_gate.dtype.element_ty), mask=is_here)
+    tl.store(d_up + place, d_u.to(d_up.dtype.element_ty), mask=is_here)
     if HAS_OUT:
         y = capped_gate * capped_up
         tl.store(out + place, y.to(out.dtype.element_ty), mask=is_here)
 
 
-def _rows(*tensors: Tensor) -> tuple[list[Tensor], int, list[int]]:
-    """The tensors as rows of a width, and what lies between rows of each and of the result.
+class _Rows(NamedTuple):
+    """Tensors as rows of a width."""
 
-    Where all are contiguous that is one long row, whose stride of 0 is the most aligned.
-    """
+    tensors: list[Tensor]
+    width: int
+    strides: list[int]  # between rows of each tensor and of the result
+    is_flat: bool  # one long row, whose stride of 0 is the most aligned
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and pieces of a row, or the pieces of one long row: the first axis may be long."""
+        num_pieces = cdiv(self.width, BLOCK)
+        return (num_pieces, 1) if self.is_flat else (self.tensors[0].shape[0], num_pieces)
+
+
+def _rows(*tensors: Tensor) -> _Rows:
     if all(x.is_contiguous() for x in tensors):
-        return list(tensors), tensors[0].numel(), [0] * (len(tensors) + 1)
+        return _Rows(list(tensors), tensors[0].numel(), [0] * (len(tensors) + 1), True)
     rows = [rows_of(x) for x in tensors]
     width = rows[0].shape[1]
-    return rows, width, [*(x.stride(0) for x in rows), width]
+    return _Rows(rows, width, [*(x.stride(0) for x in rows), width], False)
 
 
 def _forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     out = gate.new_empty(gate.shape)
     if gate.numel() > 0:
-        (gate, up), width, strides = _rows(gate, up)
-        num_blocks = cdiv(width, BLOCK)
-        situ_forward_kernel[(gate.numel() // width * num_blocks,)](
-            gate, up, out, num_blocks, width, *strides,
+        rows = _rows(gate, up)
+        situ_forward_kernel[rows.grid](
+            *rows.tensors, out, rows.width, *rows.strides,
             beta, 0.0 if linear_beta is None else linear_beta,
-            BLOCK=BLOCK, IS_CAPPED=linear_beta is not None,
-            IS_EXACT=gate.dtype == torch.float32, num_warps=NUM_WARPS,
+            BLOCK=BLOCK, IS_FLAT=rows.is_flat,
+            IS_CAPPED=linear_beta is not None, IS_EXACT=gate.dtype == torch.float32,
+            IS_SQUARE=beta == 4.0, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
 
@@ -170,13 +207,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, d_gate, d_up = _gradients(gate, up, has_out)
     if gate.numel() > 0:
-        (gate, up, d_out), width, strides = _rows(gate, up, d_out)
-        num_blocks = cdiv(width, BLOCK)
-        situ_backward_kernel[(gate.numel() // width * num_blocks,)](
-            gate, up, d_out, out, d_gate, d_up, num_blocks, width, *strides,
+        rows = _rows(gate, up, d_out)
+        situ_backward_kernel[rows.grid](
+            *rows.tensors, out, d_gate, d_up, rows.width, *rows.strides,
             beta, 0.0 if linear_beta is None else linear_beta,
-            BLOCK=BLOCK, IS_CAPPED=linear_beta is not None,
-            IS_EXACT=gate.dtype == torch.float32, HAS_OUT=has_out, num_warps=NUM_WARPS,
+            BLOCK=BLOCK, IS_FLAT=rows.is_flat,
+            IS_CAPPED=linear_beta is not None, IS_EXACT=gate.dtype == torch.float32,
+            IS_SQUARE=beta == 4.0, HAS_OUT=has_out, num_warps=NUM_WARPS,
         )  # fmt: skip
     return out, d_gate, d_up
 
