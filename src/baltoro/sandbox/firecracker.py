@@ -100,7 +100,7 @@ class FirecrackerMachine:
     async def thaw(self) -> None:
         await self._vmm.call("PATCH", "/vm", {"state": "Resumed"})
         if self._is_cut:
-            self.channel.reattach(await self._vmm.dial_again())
+            self.channel.reattach(await self._vmm.dial_again(self.channel.token))
             self._is_cut = False
 
     async def dump(self, draft: Draft, *, is_frozen: bool, is_last: bool) -> Mapping[str, str]:
@@ -212,7 +212,7 @@ class Firecracker:
             return await self._boot(sandbox_id, home, image, limits)
         async with self._template_turn:
             template = await self._template(self._templates, home, image, limits)
-        machine = await self._load(sandbox_id, home, image, template, TEMPLATE_NEXT_ID)
+        machine = await self._load(sandbox_id, home, image, template, TEMPLATE_NEXT_ID, b"")
         await machine.channel.go_on()
         await machine.channel.reseed()
         return machine
@@ -255,10 +255,17 @@ class Firecracker:
     ) -> FirecrackerMachine:
         image = Image(root=Path(manifest.image_root))
         first_id = int(manifest.notes["next_id"])
-        return await self._load(sandbox_id, home, image, memory, first_id)
+        token = bytes.fromhex(manifest.notes["token"])
+        return await self._load(sandbox_id, home, image, memory, first_id, token)
 
     async def _load(
-        self, sandbox_id: str, home: Path, image: Image, saved: Path, first_id: int
+        self,
+        sandbox_id: str,
+        home: Path,
+        image: Image,
+        saved: Path,
+        first_id: int,
+        token: bytes,
     ) -> FirecrackerMachine:
         base = home / "ram"
         os.link(saved / "ram", base)
@@ -272,7 +279,7 @@ class Firecracker:
             }
             await vmm.call("PUT", "/snapshot/load", body)
             await vmm.call("PATCH", "/vm", {"state": "Resumed"})
-            channel = Channel(await vmm.dial_again(), first_id)
+            channel = Channel(await vmm.dial_again(token), first_id)
         except BaseException:
             await vmm.end()
             raise

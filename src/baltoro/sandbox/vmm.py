@@ -94,11 +94,11 @@ class Vmm:
             writer.close()
             await asyncio.sleep(DIAL_S)
 
-    async def dial_again(self) -> Stream:
+    async def dial_again(self, token: bytes) -> Stream:
         """A connection to an agent that was quiet when a snapshot was taken of it.
 
         The guest may still cut a connection that came before it had handled the reset, so one
-        counts only when the agent has answered on it.
+        counts only when the agent has answered on it, in a frame with the token of its channel.
         """
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -106,8 +106,9 @@ class Vmm:
                     stream = await self.dial()
                     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                         stream.writer.write(HEAD.pack(0, ord("Q"), 0))
-                        await stream.reader.readexactly(HEAD.size)
-                        return stream
+                        answer = await stream.reader.readexactly(HEAD.size + len(token))
+                        if answer.endswith(token):
+                            return stream
                     stream.writer.close()
         except TimeoutError:
             raise SandboxError(
