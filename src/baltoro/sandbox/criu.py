@@ -7,10 +7,11 @@ their memory is there, and fetch it on first touch.
 
 Stops: other processes, the host's files and its network are out of sight, but for listed hosts
 through `egress.py`; mounts, device nodes, ptrace of the host, writes to /proc/sys and raw sockets
-need capabilities the cell has dropped; a control group bounds memory, processes and CPU.
-Does NOT stop: an exploit of the host's kernel, which the sandbox calls directly, without a seccomp
-filter; files beyond `Limits.disk_bytes` for a second or so, after which the sandbox is ended
-(`quota.py`); reading global facts in /proc. For code you half trust.
+need capabilities the cell has dropped; a filter of system calls refuses user namespaces, keyrings,
+io_uring and sockets such as vsock; a control group bounds memory, processes and CPU. Does NOT stop:
+an exploit of the host's kernel, most of whose calls a sandbox may make; files beyond
+`Limits.disk_bytes` for a second or so, after which the sandbox is ended (`quota.py`); reading
+global facts in /proc. For code you half trust.
 
 Order of a snapshot: freeze, copy the writable layer (files unchanged since the last time are hard
 links), dump memory, thaw, commit. External connections do not exist; loopback TCP survives.
