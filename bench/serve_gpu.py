@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -319,6 +320,7 @@ def peer(bench: Bench, model: Model) -> Json:
                 [str(word) for word in words],
                 capture_output=True,
                 text=True,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
                 timeout=max(5.0, bench.left_s - 5.0),
             )
             log = done.stderr[-1500:] if done.returncode else ""
