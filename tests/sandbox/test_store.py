@@ -166,6 +166,15 @@ def test_chunks_being_packed_outlive_what_is_deleted_meanwhile(store):
     assert store.recover() == []
 
 
+def test_bytes_are_counted_while_a_piece_gets_its_name(store):
+    kept = store.commit(filled(store, pages(1)), **FIELDS)
+    store.pack(kept.id)
+    before = store.usage()
+    files = store._chunks._files
+    store._chunks._files = lambda: [store.root / "chunks/ab/abcd.work", *files()]  # just renamed
+    assert store.usage() == before
+
+
 def test_many_layers_become_one_and_branches_keep_theirs(store):
     first = store.commit(filled(store, b"m", {"a": "1", "b": "1"}), **FIELDS)
     second = store.commit(filled(store, b"m", {"b": "2"}), base_layers=first.layers, **FIELDS)

@@ -5,6 +5,7 @@ then share nothing with the image before. So a piece ends where the content of i
 so (one page in 8, by a hash of it), whatever came earlier, or after 64 pages.
 """
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Collection, Iterator
@@ -84,7 +85,10 @@ class Chunks:
 
     def usage(self) -> tuple[int, int]:
         """How many chunks, and their bytes."""
-        sizes = [path.stat().st_size for path in self._files()]
+        sizes = []
+        for path in self._files():
+            with contextlib.suppress(FileNotFoundError):  # got its name, or went, meanwhile
+                sizes.append(path.stat().st_size)
         return len(sizes), sum(sizes)
 
     def _write(self, name: str, piece: bytes) -> None:
