@@ -59,7 +59,7 @@ int main(int argc, char **argv) {{
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("host", "answers"), [("VMADDR_CID_LOCAL", "hqqq"), ("VMADDR_CID_HOST", "???")]
+    ("host", "answers"), [("VMADDR_CID_LOCAL", "hqqq"), ("VMADDR_CID_HOST", "????")]
 )
 def test_the_agent_meets_hosts_over_a_vsock_and_no_program_of_its_machine(
     tmp_path, monkeypatch, host, answers
