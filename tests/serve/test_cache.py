@@ -1,5 +1,6 @@
 """Reports of other engines' prefix caches, each as a small case (`serving.md` 6, `cases.md` 6)."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from serve.toy import Toy, reply
 
 from baltoro.serve.pages import CacheConfig
 from baltoro.serve.scheduler import SchedulerConfig
+from baltoro.serve.tier import Tier
 
 CONFIG = CacheConfig(num_pages=60, page_size=12, hash_block=4, num_state_groups=3)
 
@@ -172,6 +174,78 @@ def test_a_reply_that_began_under_old_weights_leaves_nothing_to_hit() -> None:
     assert {token.weights_version for token in sequence.new_tokens} == {"1", "2"}
     assert engine.cache.lookup(sequence.chain, 40) == 0
     assert not engine.cache.device.index
+
+
+def test_a_long_prefix_is_hit_under_drafts_whose_steps_end_anywhere() -> None:
+    engine = toy(num_pages=200)  # vllm 55600: states were found by the wrong size beyond 8 blocks
+    engine.guesses = random.Random(1)
+    first = engine.serve(ids(130), 20)
+    again = engine.serve([*first.tokens, *ids(7, 3)], 20)
+    assert again.num_cached >= 9 * CONFIG.page_size
+    assert [t.id for t in again.new_tokens] == reply([*first.tokens, *ids(7, 3)], 20)
+
+
+def test_a_hit_from_both_memories_in_a_full_pool_takes_no_page_twice() -> None:
+    num_both = 0
+    for length in range(40, 150, 5):  # vllm 43884: what one group allocated was the other's hit
+        engine = toy(num_pages=24, host_pages=200)
+        engine.serve(ids(100))
+        engine.serve(ids(length, 1))
+        known = {page.tier for page in engine.cache._find(engine.submit(ids(100), 5).chain, 99)[0]}
+        num_both += len(known) == 2
+        engine.drain()  # the toy reads every page, and the account is audited at every step
+        assert [t.id for t in engine.finished[-1].new_tokens] == reply(ids(100), 5)
+    assert num_both > 2
+
+
+def test_a_prefix_without_its_state_is_taken_over_in_no_group() -> None:
+    engine = toy()  # vllm-ascend 14810: only the first group was cut to what all had
+    engine.serve(ids(40))
+    for checkpoint in list(engine.cache.device.checkpoints.values()):
+        engine.cache.device.drop(checkpoint)
+    cached = set(engine.cache.device.index.values())
+    sequence = engine.submit(ids(40))
+    engine.scheduler.plan()
+    table = sequence.table
+    assert table is not None and table.num_hit == 0
+    own = [*table.kv_pages, *table.state_pages]
+    assert len(set(own)) == len(own) == 4 + CONFIG.num_state_groups and not cached & set(own)
+    engine.cache.audit()
+
+
+def test_a_step_removes_no_more_than_it_needs_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = toy(num_pages=1500)  # sglang 30314: minutes in one step's evictions
+    for seed in range(250):
+        engine.serve(random.Random(seed).choices(range(50), k=30))
+    assert engine.cache.device.num_free < 20
+    drop, dropped = Tier.drop, list[object]()
+    monkeypatch.setattr(Tier, "drop", lambda tier, item: (dropped.append(item), drop(tier, item)))
+    large = engine.submit(ids(1000, 999))
+    engine.step()
+    assert large.table is not None and 0 < len(dropped) <= 1000 // CONFIG.page_size + 10
+
+
+def test_what_comes_from_cpu_memory_comes_with_a_state_for_every_group() -> None:
+    engine = toy(num_pages=30, host_pages=200)  # LMCache 4247: latents alone were handed over
+    engine.serve(ids(40))
+    fill(engine)
+    sequence = engine.submit(ids(40), 3)
+    plan = engine.scheduler.plan()
+    assert plan is not None and sequence.table is not None and sequence.table.num_hit == 36
+    loaded = [target for _, target in plan.ops.loads]
+    assert set(sequence.table.state_pages) <= set(loaded)
+    assert not set(sequence.table.state_pages) & set(plan.ops.resets)
+
+
+def test_one_that_was_preempted_goes_on_from_cpu_memory() -> None:
+    engine = toy(num_pages=24, max_running=2, host_pages=300)
+    low = engine.submit(ids(60, 1), 60, priority=5)
+    for _ in range(20):
+        engine.step()
+    engine.submit(ids(150, 2), 30)
+    engine.drain()
+    assert low.num_preemptions > 0 and engine.cache.stats.host_hit_tokens >= 60
+    assert [t.id for t in low.new_tokens] == reply(ids(60, 1), 60)
 
 
 def test_salts_do_not_share() -> None:
