@@ -73,19 +73,46 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
     reserve = 2 * options.nominal_mb * MIB
     policy = KeeperPolicy(freeze_after_s=0.5, store_after_s=1e9, min_available_bytes=reserve)
     keeper = Keeper(driver, store, folder / "journal", policy, available_bytes=host.available_bytes)
+    try:
+        found = await create_and_touch(options, keeper, host)
+    finally:
+        await driver.close()
+        left = sorted(home.name for home in driver.root.iterdir())
+        usage = store.usage()
+        store.close()
+    nominal = options.sandboxes * options.nominal_mb * MIB
+    return {
+        "driver": options.driver,
+        "sandboxes": options.sandboxes,
+        "nominal_mb": options.nominal_mb,
+        "resident_mb": options.resident_mb,
+        "budget_mb": options.budget_mb,
+        **found,
+        "peak_mb": round(host.peak_bytes / MIB, 1),
+        "nominal_over_peak": round(nominal / host.peak_bytes, 2),
+        "nominal_over_budget": round(nominal / host.budget_bytes, 2),
+        "stored_mb": round(usage.stored_bytes / MIB, 1),
+        "folders_left": left,
+    }
+
+
+async def create_and_touch(
+    options: argparse.Namespace, keeper: Keeper, host: Host
+) -> dict[str, float]:
+    """Make all worlds, then ask them in random order; returns what was counted on the way."""
     rng = random.Random(3)
     image = Image(root=options.prefix / "image/root")
     limits = Limits(memory_bytes=options.nominal_mb * MIB)
     worlds: dict[str, World] = {}
     numbers: dict[str, int] = {}
-    alone_bytes = 0
+    awake_bytes = 0
     start = time.monotonic()
     for index in range(options.sandboxes):
         name = await keeper.create(image, limits, Net())
         async with keeper.use(name) as sandbox:
             worlds[name] = await World.start(sandbox, options.resident_mb)
             await worlds[name].ask(f"x = {index}")
-            alone_bytes += Cgroup(sandbox.id).memory_bytes()
+            awake_bytes += Cgroup(sandbox.id).memory_bytes()
         numbers[name] = index
         await keeper.tick()
     created_s = time.monotonic() - start
@@ -102,27 +129,12 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, object
     touched_s = time.monotonic() - start - created_s
     for name in list(worlds):
         await keeper.destroy(name)
-    left = sorted(home.name for home in driver.root.iterdir())
-    await driver.close()
-    usage = store.usage()
-    store.close()
-    nominal = options.sandboxes * options.nominal_mb * MIB
     return {
-        "driver": options.driver,
-        "sandboxes": options.sandboxes,
-        "nominal_mb": options.nominal_mb,
-        "resident_mb": options.resident_mb,
-        "budget_mb": options.budget_mb,
         "touches": len(order),
         "touches_that_woke_a_stored_one": num_stored,
         "wrong_answers": 0,
-        "peak_mb": round(host.peak_bytes / MIB, 1),
-        "all_awake_mb": round(alone_bytes / MIB, 1),
-        "all_awake_over_peak": round(alone_bytes / host.peak_bytes, 2),
-        "nominal_over_peak": round(nominal / host.peak_bytes, 2),
-        "nominal_over_budget": round(nominal / host.budget_bytes, 2),
-        "stored_mb": round(usage.stored_bytes / MIB, 1),
-        "folders_left": left,
+        "all_awake_mb": round(awake_bytes / MIB, 1),
+        "all_awake_over_peak": round(awake_bytes / host.peak_bytes, 2),
         "create_s": round(created_s, 1),
         "touch_s": round(touched_s, 1),
     }
