@@ -31,7 +31,7 @@ from ops.test_kda_decode import assert_decode_earned, decode_batch
 from ops.test_mla_paged import assert_pages_earned, pages_of
 
 for bound, dims in ((None, (2, 16, 32)), (-5.0, (1, 32, 16))):
-    for lengths, kept in (([1, 1, 1], [1, 0, 1]), ([2, 5, 0, 3], [2, 3, 0, 0])):
+    for lengths, kept in (([1, 1, 1], [0, 1, 1]), ([2, 5, 0, 3], [2, 3, 0, 0])):
         batch = decode_batch(lengths, dims=dims, kept=kept, padding=(1,), bound=bound,
                              dtype=torch.float32, is_packed=len(lengths) > 3)
         with poisoned_memory():
