@@ -1,11 +1,13 @@
 """Time `chunk_kda_fused` on a GPU beside its floor and, where it is installed, fla's `chunk_kda`.
 
-    PYTHONPATH=src python3 bench/kda.py [--out bench/results/kda.json]
+    PYTHONPATH=src python3 bench/kda.py [--quick] [--fla-seconds 90] [--out bench/results/kda.json]
 
 Norm of q and k, decay map and sigmoid are inside both. `eager` is the median of device events
 around the call, host gaps included; `graph` the replay of a CUDA graph of it. The gates are
 -5 sigmoid(x): x ~ N(0, 1) forgets fast, N(-4, 1) slowly. Before any time is taken, gradients are
-compared with the reference in fp64, and nothing is reported if one is further away than 1 %.
+compared with the reference in fp64, and nothing is reported if one is further away than 1 %. fla
+takes part where it can be imported, in the shapes of `FLA_SHAPES`, until its seconds are over; how
+its launch shapes are found is in `fla_ops.py`.
 
 Floor: the larger of the bytes that must move (1282 a token and head forward, 3590 with the
 backward) at a measured copy rate, and 186k and 662k FLOPs at a measured bf16 matrix rate.
@@ -14,21 +16,21 @@ backward) at a measured copy rate, and 186k and 662k FLOPs at a measured bf16 ma
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import fla_ops
 import torch
 import triton
 from provenance import commit_of
 
 from baltoro.ops.kda.fused import chunk_kda_fused
 
-try:
-    from fla.ops.kda import chunk_kda as fla_chunk_kda
-except ModuleNotFoundError:
-    fla_chunk_kda = None
-
 SHAPES = ((96, [4096]), (96, [8192]), (96, [32768]), (16, [4096]), (16, [8192]), (16, [32768]))
+FLA_SHAPES = ((96, 8192), (16, 4096))
 PACKINGS = ((96, [1300, 547, 2048, 963, 271, 3063]), (96, [1024] * 8))
 DIM = 128
 BOUND = -5.0
@@ -70,13 +72,31 @@ def ours(x: dict[str, torch.Tensor], impl: str = "triton") -> torch.Tensor:
 
 
 def fla(x: dict[str, torch.Tensor]) -> torch.Tensor:
-    q, k, v, z, b = (x[name][None] for name in LEAVES[:5])
-    o, _ = fla_chunk_kda(
-        q, k, v, z, b, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True, safe_gate=True, lower_bound=BOUND, A_log=x["A_log"],
-        dt_bias=x["dt_bias"], cu_seqlens=x["cu_seqlens"] if len(x["cu_seqlens"]) > 2 else None,
-    )  # fmt: skip
-    return o[0]
+    inputs = (x[name] for name in LEAVES)
+    return fla_ops.kda(*inputs, cu_seqlens=x["cu_seqlens"], gate_lower_bound=BOUND).o
+
+
+def warm_fla(shapes: Sequence[tuple[int, int]], budget: float) -> None:
+    """Compile fla's launch shapes for heads and tokens, each of the first in a process."""
+    workers = [
+        subprocess.Popen([sys.executable, __file__, "--warm", str(H), str(T), str(number)])
+        for H, T in shapes
+        for number in range(fla_ops.TRIED)
+    ]
+    end = time.monotonic() + budget
+    for worker in workers:
+        try:
+            worker.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def run_warm(num_heads: int, num_tokens: int, number: int) -> None:
+    """One step with the `number`th launch shape of every kernel."""
+    fla_ops.hold_autotuning(number, number + 1)
+    step(fla, draw(num_heads, [num_tokens], 0.0))()
+    torch.cuda.synchronize()
 
 
 def forward(op: Callable, x: dict[str, torch.Tensor]) -> Callable[[], object]:
@@ -169,12 +189,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/kda.json"))
     parser.add_argument("--commit", help="instead of asking git")
     parser.add_argument("--quick", action="store_true", help="the two shapes of the targets only")
+    parser.add_argument("--fla-seconds", type=float, default=90.0, help="0 leaves fla out")
+    parser.add_argument("--warm", type=int, nargs=3, help="heads, tokens, launch shape; internal")
     arguments = parser.parse_args()
+    if arguments.warm:
+        run_warm(*arguments.warm)
+        return
+    has_fla = fla_ops.chunk_kda is not None and arguments.fla_seconds > 0
+    fla_end = time.monotonic() + arguments.fla_seconds
+    if has_fla:
+        fla_ops.hold_autotuning(0, fla_ops.TRIED)
+        warm_fla(FLA_SHAPES, 0.6 * arguments.fla_seconds)
     commit = commit_of(arguments.commit)
     refuse_wrong_results()
     bytes_per_s, flops_per_s = ceilings()
-    ops = {"ours": ours} | ({"fla": fla} if fla_chunk_kda else {})
-    rows = []
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "commit": commit,
+        "copy_tb_per_s": bytes_per_s / 1e12,
+        "bf16_tflop_per_s": flops_per_s / 1e12,
+        "fla": fla_ops.version() if has_fla else None,
+        "rows": [],
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
     shapes = ((96, [8192]), (16, [4096])) if arguments.quick else (*SHAPES, *PACKINGS)
     for num_heads, lengths in shapes:
         token_heads = num_heads * sum(lengths)
@@ -186,22 +225,19 @@ def main() -> None:
         for gate, shift in GATES.items():
             x = draw(num_heads, lengths, shift)
             row = {"heads": num_heads, "lengths": lengths, "gate": gate, "floor": floors}
-            for name, op in ops.items():
-                row[name] = measure(op, x, has_graph=sum(lengths) <= 8192)
-            rows.append(row)
+            is_short = sum(lengths) <= 8192
+            row["ours"] = measure(ours, x, has_graph=is_short)
+            if has_fla and (num_heads, sum(lengths)) in FLA_SHAPES and len(lengths) == 1:
+                try:
+                    with fla_ops.seconds(fla_end - time.monotonic()):
+                        row["fla"] = measure(fla, x, has_graph=False)
+                        row["fla"] |= measure(fla, x, has_graph=is_short)
+                except (RuntimeError, fla_ops.BudgetSpentError) as error:
+                    row["fla_left_out"] = str(error)[:200]
+            result["rows"].append(row)
             print(json.dumps(row), flush=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
             del x
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit,
-        "copy_tb_per_s": bytes_per_s / 1e12,
-        "bf16_tflop_per_s": flops_per_s / 1e12,
-        "rows": rows,
-    }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

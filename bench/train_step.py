@@ -5,6 +5,9 @@
 The step is the real one (`train.step`) on random tokens packed into sequences of one length. MFU
 is the model's FLOPs (`model.counts.flop_counts`: products with active weights, attention and KDA;
 three times the forward) over the rate of a large bf16 product measured in the same run.
+
+`--fla kda attn_res short_conv rms_norm` measures the same model once more in the same run with
+fla's operators in those places (`fla_ops.py`); `--fla-impl OP=IMPL` says what the others run then.
 """
 
 import argparse
@@ -14,8 +17,10 @@ import statistics
 import time
 from pathlib import Path
 
+import fla_ops
 import torch
 import triton
+from kda import warm_fla
 from provenance import commit_of
 from torch.profiler import ProfilerActivity, profile
 
@@ -23,7 +28,7 @@ from baltoro.config import replace
 from baltoro.data.pack import PackedBatch
 from baltoro.model.counts import flop_counts
 from baltoro.model.model import Model
-from baltoro.recipes.pretrain import pretrain_config
+from baltoro.recipes.pretrain import PretrainConfig, pretrain_config
 from baltoro.train.forecast import matmul_rate
 from baltoro.train.learner import Learner, build_learner
 from baltoro.train.step import train_step
@@ -64,6 +69,52 @@ def kernels_of(learner: Learner, batches: list[PackedBatch], count: int) -> list
     ]
 
 
+def speed_of(
+    learner: Learner, batches: list[PackedBatch], count: int, flops: int, rate: float
+) -> dict[str, float]:
+    """Times of `count` steps after two, and what follows from their median."""
+    torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    seconds_of(learner, batches, 2)
+    first = time.perf_counter() - start
+    step = statistics.median(seconds_of(learner, batches, count))
+    speed = sum(len(batch.tokens) for batch in batches) / step
+    return {
+        "first_two_steps_s": first,
+        "step_s": step,
+        "tokens_per_s": speed,
+        "mfu": speed * flops / rate,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }
+
+
+def with_impls(config: PretrainConfig, pairs: list[str]) -> PretrainConfig:
+    """`config` with `OP=IMPL` set in its model."""
+    return replace(
+        config, {f"model.impl.{op}": impl for op, impl in (pair.split("=") for pair in pairs)}
+    )
+
+
+def learner_of(config: PretrainConfig) -> Learner:
+    torch.manual_seed(0)
+    model = Model(config.model).cast(torch.bfloat16).cuda()
+    return build_learner(model, config.optim, config.step)
+
+
+def fla_speed(
+    config: PretrainConfig, batches: list[PackedBatch], arguments: argparse.Namespace,
+    flops: int, rate: float,
+) -> dict[str, object]:  # fmt: skip
+    """The same model with fla's operators in the places that are named."""
+    fla_ops.hold_autotuning(0, fla_ops.TRIED)
+    if arguments.positions == arguments.seq_len:
+        warm_fla(((config.model.kda.num_heads, arguments.positions),), 45.0)
+    fla_ops.replace_operators(arguments.fla)
+    learner = learner_of(with_impls(config, arguments.fla_impl))
+    result = {"what": fla_ops.version(), "operators": arguments.fla, "impl": arguments.fla_impl}
+    return result | speed_of(learner, batches, arguments.steps, flops, rate)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="small")
@@ -72,26 +123,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--kernels", type=int, default=40, help="lines of the profile")
     parser.add_argument("--impl", action="append", default=[], metavar="OP=IMPL")
+    parser.add_argument("--fla", nargs="+", choices=list(fla_ops.REPLACED), default=[])
+    parser.add_argument("--fla-impl", action="append", default=[], metavar="OP=IMPL")
     parser.add_argument("--out", type=Path, default=Path("bench/results/train_step.json"))
     parser.add_argument("--commit", help="instead of asking git")
     arguments = parser.parse_args()
-    config = pretrain_config(arguments.size, is_gpu=True)
-    config = replace(
-        config, {f"model.impl.{op}": impl for op, impl in (s.split("=") for s in arguments.impl)}
-    )
-    torch.manual_seed(0)
-    model = Model(config.model).cast(torch.bfloat16).cuda()
-    learner = build_learner(model, config.optim, config.step)
+    commit = commit_of(arguments.commit)
+    config = with_impls(pretrain_config(arguments.size, is_gpu=True), arguments.impl)
+    learner = learner_of(config)
     batches = [batch_of(arguments.positions, arguments.seq_len, config.model.vocab_size)]
-    torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    seconds_of(learner, batches, 2)
-    first = time.perf_counter() - start
-    step = statistics.median(seconds_of(learner, batches, arguments.steps))
     rate = matmul_rate(torch.device("cuda"), torch.bfloat16)
     flops = 3 * flop_counts(config.model, arguments.seq_len).total
-    speed = arguments.positions / step
-    commit = commit_of(arguments.commit)
     result = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -101,17 +143,18 @@ def main() -> None:
         "impl": dataclasses.asdict(config.model.impl),
         "positions": arguments.positions,
         "seq_len": arguments.seq_len,
-        "first_two_steps_s": first,
-        "step_s": step,
-        "tokens_per_s": speed,
         "bf16_tflop_per_s": rate / 1e12,
-        "mfu": speed * flops / rate,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+        **speed_of(learner, batches, arguments.steps, flops, rate),
         "kernels": kernels_of(learner, batches, arguments.kernels),
     }
-    print(json.dumps(result, indent=1))
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.fla:
+        del learner
+        result["fla"] = fla_speed(config, batches, arguments, flops, rate)
+        result["ours_over_fla"] = result["tokens_per_s"] / result["fla"]["tokens_per_s"]
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
