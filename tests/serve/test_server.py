@@ -115,6 +115,24 @@ def test_log_probabilities_come_with_every_token(client: TestClient) -> None:
         assert bytes(entry["bytes"]).decode("utf-8", "replace") == entry["token"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1e-6},
+        {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100.0, "frequency_penalty": 2.0, "presence_penalty": -2.0},
+        {"top_p": 1e-300, "min_p": 1.0, "top_k": 1, "temperature": 100.0},
+    ],
+)
+def test_settings_at_their_bounds_give_finite_probabilities(
+    client: TestClient, fields: dict[str, Any]
+) -> None:
+    got = post(client, logprobs=True, **fields)
+    assert got.status_code == 200
+    logprobs = [entry["logprob"] for entry in got.json()["choices"][0]["logprobs"]["content"]]
+    assert len(logprobs) == 12 and all(-1e9 < value <= 0.0 for value in logprobs)
+
+
 def test_a_plain_text_is_continued(client: TestClient) -> None:
     got = post(client, "/v1/completions", prompt="Once", max_tokens=5, logprobs=1, seed=1).json()
     assert got["object"] == "text_completion" and got["choices"][0]["finish_reason"] == "length"
@@ -264,6 +282,8 @@ def named(name: str) -> dict[str, Any]:
         ({"messages": [{"role": "user", "content": "x" * 20_000}]}, 400, "messages"),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "warm"}, 400, "temperature"),
+        ({"temperature": 1e-40}, 400, "temperature"),
+        ({"repetition_penalty": 1e-189}, 400, "repetition_penalty"),
         ({"top_p": 0}, 400, "top_p"),
         ({"n": 0}, 400, "n"),
         ({"max_tokens": 0}, 400, "max_tokens"),

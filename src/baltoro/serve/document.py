@@ -120,16 +120,19 @@ _FIELDS: dict[str, Any] = {
 }
 
 
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "an error as OpenAI's: message, type, param, code",
+        "content": {"application/json": {}},
+    },
+}
 # Of a completion: whole, as events, or refused.
 RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the answer, or with `stream` its chunks as server-sent events",
         "content": {"application/json": {}, "text/event-stream": {}},
     },
-    "default": {
-        "description": "an error as OpenAI's: message, type, param, code",
-        "content": {"application/json": {}},
-    },
+    **ERRORS,
 }
 
 

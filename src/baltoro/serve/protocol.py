@@ -34,6 +34,7 @@ UNSUPPORTED = (
 )
 MAX_CHOICES = 64
 MAX_RETRIES = 5
+MIN_TEMPERATURE = 1e-6  # above 0; below it logits overflow
 MAX_MESSAGE = 1000  # characters of an error
 
 
@@ -90,7 +91,7 @@ class _Body(BaseModel):
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    repetition_penalty: float | None = Field(None, gt=0.0, le=100.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     seed: int | None = None
     stop: str | list[str] | None = None
     priority: int = Field(0, ge=-100, le=100)
@@ -99,6 +100,9 @@ class _Body(BaseModel):
 
     def check(self) -> None:
         """Raise `ApiError` for what is well-formed and cannot be served."""
+        if self.temperature and self.temperature < MIN_TEMPERATURE:
+            least = f"{self.temperature} must be 0 or at least {MIN_TEMPERATURE}"
+            raise _refused("temperature", least)
         if self.retries and self.temperature == 0.0:
             message = "retries: at temperature 0 a second reply would be the first; raise it"
             raise ApiError(400, message, param="retries")

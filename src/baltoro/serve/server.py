@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect
 
 from baltoro.serve.background import BackgroundEngine, EngineStopped
 from baltoro.serve.choices import ChatChoices, Choices, TextChoices
-from baltoro.serve.document import RESPONSES, request_body
+from baltoro.serve.document import ERRORS, RESPONSES, request_body
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.form import FormError
@@ -249,7 +249,7 @@ def create_app(server: Server) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await server.complete(request, TextChoices, CompletionBody)
 
-    @app.post("/tokenize", openapi_extra=request_body(TokenizeBody))
+    @app.post("/tokenize", openapi_extra=request_body(TokenizeBody), responses=ERRORS)
     async def tokenize(request: Request) -> Response:
         return await server.tokenize(request)
 
