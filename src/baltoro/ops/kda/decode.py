@@ -12,6 +12,7 @@ outputs. With 0 a verification leaves state and window as they were; the tokens 
 stand in front of the next ones in the next call, and are kept there.
 """
 
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -83,22 +84,23 @@ def _composed(impl: str) -> _Decode:
         bounds = list(range(len(slots) + 1))
         if cu_seqlens is not None:
             bounds = read_boundaries(cu_seqlens, len(inputs.projected))
-        y_THV = torch.zeros_like(inputs.gate_logits)
         live = [n for n, slot in enumerate(slots.tolist()) if slot != NULL_SLOT]
         if not live:
-            return y_THV
+            return torch.zeros_like(inputs.gate_logits)
         live_slots = slots[torch.tensor(live, device=device)].long()
         windows, states = pool.windows[live_slots], pool.states[live_slots]
         lengths = [bounds[n + 1] - bounds[n] for n in live]
 
-        def after(counts: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def after(counts: list[int]) -> tuple[Tensor | slice, Tensor, Tensor, Tensor]:
             """Tokens that are the first of each sequence, their o, windows and states behind."""
-            spans = [
-                torch.arange(bounds[n], bounds[n] + count)
-                for n, count in zip(live, counts, strict=True)
-            ]
-            tokens = torch.cat(spans).to(device)
-            starts = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+            starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+            tokens: Tensor | slice = slice(None)
+            if sum(counts) < len(inputs.projected):
+                spans = [
+                    torch.arange(bounds[n], bounds[n] + count)
+                    for n, count in zip(live, counts, strict=True)
+                ]
+                tokens = torch.cat(spans).to(device)
             mixed, new_windows = short_conv(
                 inputs.projected[tokens],
                 weights.conv,
@@ -122,9 +124,11 @@ def _composed(impl: str) -> _Decode:
             return tokens, o, new_windows, new_states
 
         tokens, o_THV, new_windows, new_states = after(lengths)
-        y_THV[tokens] = gated_rms_norm(
+        y_THV = gated_rms_norm(
             o_THV, weights.norm, inputs.gate_logits[tokens], eps=norm_eps, impl=impl
         )
+        if isinstance(tokens, Tensor):
+            y_THV = torch.zeros_like(inputs.gate_logits).index_copy_(0, tokens, y_THV)
         if num_kept is not None:
             kept = num_kept.tolist()
             _, _, new_windows, new_states = after([kept[n] for n in live])

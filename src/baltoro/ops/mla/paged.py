@@ -47,8 +47,10 @@ def _gathered(attend: _Attend) -> _Run:
                     f"lengths[{n}]={length}; expected at most max_tokens={max_tokens} queries, and "
                     f"as many rows at least and {capacity} at most"
                 )
-            pages = page_table[n, : -(-length // page_size)].long()
-            rows_LR = latents[pages].flatten(0, 1)[:length]
+            first, *others = page_table[n, : -(-length // page_size)].tolist()
+            # of one page nothing is copied
+            rows_LR = latents[[first, *others]].flatten(0, 1) if others else latents[first]
+            rows_LR = rows_LR[:length]
             seen = list(range(length - num_queries + 1, length + 1))
             rows_TLR = rows_LR.expand(num_queries, -1, -1)
             out_THR[tokens] = attend(q_latent[tokens], rows_TLR, seen, kv_lora_rank, scale)
