@@ -38,7 +38,7 @@ class Site:
         for name in ("guest", "squashfs"):
             (self.prefix / name).symlink_to(tools / name)
         fake = Path(__file__).with_name("fake_firecracker.py")
-        self.binary.write_text(f"#!{sys.executable}\n{fake.read_text()}")
+        self.binary.write_text(f"#!{sys.executable} -IS\n{fake.read_text()}")
         self.binary.chmod(0o755)
         (self.binary.parent / "vmlinux").write_bytes(b"\x7fELF")
         self.behave()
