@@ -193,6 +193,13 @@ def sort_kernel(ids, token, pair, row, stops, num_pairs, A: tl.constexpr, B: tl.
     tl.store(stops + expert, stop)
 
 
+def choice_shape(num_experts: int) -> tuple[int, int]:
+    """Tokens and warps of a program that chooses."""
+    padded = padded_width(num_experts)
+    rows = max(1, min(4, 256 // padded))
+    return rows, max(1, padded * rows // 256)
+
+
 def choose_experts(
     logits: Tensor,
     bias: Tensor | None,
@@ -212,13 +219,12 @@ def choose_experts(
     scores = torch.empty_like(logits)
     ids = logits.new_empty((num_tokens, num_active), dtype=torch.int64)
     weights = logits.new_empty((num_tokens, num_active))
-    padded = padded_width(num_experts)
-    rows = max(1, min(4, 256 // padded))
+    rows, num_warps = choice_shape(num_experts)
     if num_tokens:
         choose_kernel[(cdiv(num_tokens, rows),)](
             logits, bias, scores, ids, weights, num_tokens, scaling, E=num_experts, A=num_active,
-            BE=padded, BA=padded_width(num_active), R=rows, IS_SOFTMAX=is_softmax,
-            IS_RENORMALIZED=is_renormalized, num_warps=max(1, padded * rows // 256),
+            BE=padded_width(num_experts), BA=padded_width(num_active), R=rows,
+            IS_SOFTMAX=is_softmax, IS_RENORMALIZED=is_renormalized, num_warps=num_warps,
         )  # fmt: skip
     return scores, ids, weights
 
