@@ -57,6 +57,23 @@ def test_one_that_is_long_on_its_way_in_holds_nobody_up(nano: Model) -> None:
     asyncio.run(beside())
 
 
+def long(engine: Engine) -> list[Request]:
+    return [Request(request_id="r", prompt_ids=(1, 2, 3), max_new_tokens=1000)]
+
+
+@pytest.mark.parametrize(("seconds", "reason"), [(60.0, "length"), (0.0, "error")])
+def test_what_runs_at_the_end_is_finished_or_told(nano: Model, seconds: float, reason: str) -> None:
+    background = BackgroundEngine(Engine(nano, EngineConfig(pool_tokens=2000)))
+
+    async def ended() -> list[str | None]:
+        (stream,) = await background.submit(one if seconds else long, 1)
+        await background.drain(seconds)
+        return [event.finish_reason async for event in stream.events()]
+
+    assert asyncio.run(ended())[-1] == reason
+    assert not background.is_alive
+
+
 class Pictures:
     """Stands for what a request has decoded."""
 

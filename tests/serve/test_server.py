@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
@@ -182,6 +183,28 @@ def test_who_hangs_up_in_the_middle_of_a_body_is_no_fault(
             time.sleep(0.3)
         time.sleep(0.3)
     assert not caplog.records
+
+
+def test_a_stream_that_runs_at_shutdown_comes_to_its_end(nano: Model) -> None:
+    server = made(nano)
+    lines: list[str] = []
+    has_begun = threading.Event()
+
+    def read(address: str) -> None:
+        body = {**CHAT, "max_tokens": 200, "stream": True, "logprobs": True}
+        with httpx.stream("POST", f"{address}v1/chat/completions", json=body) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                has_begun.set()
+
+    with listening(server) as address:
+        reader = threading.Thread(target=read, args=[address])
+        reader.start()
+        assert has_begun.wait(30)
+    reader.join(30)
+    assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert sum('"logprob"' in line for line in lines) == 200
+    assert not server.background.is_alive
 
 
 def test_a_stop_string_ends_a_reply_and_frees_its_sequence(
