@@ -24,7 +24,7 @@ from torch import Tensor
 import baltoro
 from baltoro.checkpoint import names
 from baltoro.checkpoint.names import is_fp32
-from baltoro.model.config import ImplConfig
+from baltoro.model.config import ImplConfig, gpu_impl
 from baltoro.model.model import Model
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4
 from baltoro.text.tokenizer import train
@@ -161,6 +161,7 @@ def test_the_operators_are_those_named() -> None:
     assert baltoro.load(GOLDEN / "k3-mini").config.impl == ImplConfig()
     model = baltoro.load(GOLDEN / "k3-mini", impl="reference")
     assert model.config.impl == ImplConfig.all("reference")
+    assert baltoro.load(GOLDEN / "k3-mini", impl="gpu").config.impl == gpu_impl(model.config)
     one = replace(ImplConfig(), moe="reference")
     assert baltoro.load(GOLDEN / "k3-mini", impl=one).config.impl == one
 

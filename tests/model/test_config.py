@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 from model.tiny import VISION, tiny_k3
 
-from baltoro.model.config import ImplConfig, KdaConfig, MoeConfig
+from baltoro.model.config import ImplConfig, KdaConfig, MoeConfig, gpu_impl
+from baltoro.model.presets import preset
 
 
 def moe(**changes: object) -> MoeConfig:
@@ -60,3 +61,18 @@ def test_moe_layers_begin_where_the_config_says() -> None:
 def test_one_word_sets_every_implementation() -> None:
     impl = ImplConfig.all("reference")
     assert {getattr(impl, field) for field in ImplConfig.__slots__} == {"reference"}
+
+
+def test_a_gpu_gets_kernels_wherever_they_serve_the_model():
+    k3 = preset("small")
+    assert k3.moe is not None
+    found = gpu_impl(k3)
+    assert (found.kda, found.kda_decode, found.attention, found.moe) == (
+        "triton",
+        "triton",
+        "flash",
+        "triton",
+    )
+    assert gpu_impl(preset("kimi-linear-48b")).kda == "torch"  # its gate has no bound
+    packed = replace(k3, moe=replace(k3.moe, expert_format="mxfp4"))
+    assert gpu_impl(packed).moe == "torch"

@@ -19,7 +19,7 @@ from baltoro.checkpoint.names import FLOAT_DTYPES, Layout, ReleaseTensor
 from baltoro.checkpoint.release import read_config
 from baltoro.checkpoint.shards import DTYPE_CODES, TORCH_DTYPES, TensorReader
 from baltoro.checkpoint.tensors import DiskSource, hint_key, needs_scale_hint
-from baltoro.model.config import ImplConfig, ModelConfig
+from baltoro.model.config import ImplConfig, ModelConfig, gpu_impl
 from baltoro.model.counts import meta_model
 from baltoro.model.model import Model
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4
@@ -59,7 +59,8 @@ def load(
     `dtype` is that of all tensors the release does not keep in fp32 (convolutions, `A_log`,
     `dt_bias`, `o_norm`, router bias); None takes the narrowest that holds what is stored without
     rounding. MXFP4 experts are decoded to `dtype`, or stay packed with `experts="packed"`, for
-    inference. `impl` names the implementation of every operator.
+    inference. `impl` names the implementation of every operator; `gpu` is the kernels that serve a
+    bf16 model on an NVIDIA GPU.
 
     Sets `model.config`, `model.release`, and from the files beside the tensors `model.tokenizer`
     and `model.processor` (a `text.processor.Processor` for text, pictures or both). They are None
@@ -138,8 +139,6 @@ def _with_choices(
     impl: str | ImplConfig,
     directory: CheckpointDirectory,
 ) -> ModelConfig:
-    if isinstance(impl, str):
-        impl = ImplConfig.all(impl)
     moe = config.moe
     if experts == "packed":
         if moe is None or layout.experts != "mxfp4":
@@ -148,7 +147,10 @@ def _with_choices(
                 "load with experts='decoded'"
             )
         moe = dataclasses.replace(moe, expert_format="mxfp4")
-    return dataclasses.replace(config, moe=moe, impl=impl)
+    config = dataclasses.replace(config, moe=moe)
+    if isinstance(impl, str):
+        impl = gpu_impl(config) if impl == "gpu" else ImplConfig.all(impl)
+    return dataclasses.replace(config, impl=impl)
 
 
 def _processor(

@@ -258,8 +258,12 @@ class ModelConfig:
 
 def gpu_impl(model: ModelConfig) -> ImplConfig:
     """The operators of a bf16 run on an NVIDIA GPU: kernels wherever they serve the model."""
-    kda = model.kda
+    kda, moe = model.kda, model.moe
     has_kernels = kda.head_dim in (64, 128) and kda.gate_lower_bound is not None
+    is_packed = moe is not None and moe.expert_format == "mxfp4"
     return replace(
-        ImplConfig.all("triton"), kda="triton" if has_kernels else "torch", attention="flash"
+        ImplConfig.all("triton"),
+        kda="triton" if has_kernels else "torch",
+        attention="flash",
+        moe="torch" if is_packed else "triton",
     )

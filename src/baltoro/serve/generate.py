@@ -210,12 +210,17 @@ def load_for_text(
     device: str,
     experts: Literal["decoded", "packed"],
 ) -> Model:
-    """The model of a directory, which must hold a tokenizer; `ValueError` if it does not."""
+    """The model of a directory, which must hold a tokenizer; `ValueError` if it does not.
+
+    In bfloat16 on a GPU it runs on kernels.
+    """
+    where = checked_device(device)
     model = load(
         checkpoint,
         dtype=None if dtype is None else DTYPES[dtype],
-        device=checked_device(device),
+        device=where,
         experts=experts,
+        impl="gpu" if where.type == "cuda" and dtype == "bfloat16" else "torch",
     )
     if model.tokenizer is None:
         raise ValueError(

@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -317,7 +317,7 @@ def serve(
         max_step_tokens: tokens computed in one step.
         max_new_tokens: longest reply of a request that does not say.
         api_key_file: keys that clients may use, one per line; absent, no key is needed.
-        dtype: of the weights; absent, as they are stored.
+        dtype: of the weights; absent, as they are stored. Kernels and CUDA graphs need bfloat16.
         device: cpu, cuda, cuda:1.
         experts: keep MXFP4 experts packed to save memory.
         draft: guess tokens ahead, from the text so far or by the checkpoint's MTP layer.
@@ -337,6 +337,8 @@ def serve(
         max_new_tokens=max_new_tokens,
         api_keys=keys,
     )
+    if model.config.impl.moe == "triton" and draft is None:
+        engine_config = replace(engine_config, decode="resident")
     engine = Engine(model, engine_config)
     unit, size = engine.layout.hash_block, engine.layout.page_size
     print(
