@@ -29,6 +29,7 @@ import torch
 from ops.harness import poisoned_memory
 from ops.test_kda_decode import assert_decode_earned, decode_batch
 from ops.test_mla_paged import assert_pages_earned, pages_of
+from baltoro.ops.mla import triton as mla
 
 for bound, dims in ((None, (2, 16, 32)), (-5.0, (1, 32, 16))):
     for lengths, kept in (([1, 1, 1], [0, 1, 1]), ([2, 5, 0, 3], [2, 3, 0, 0])):
@@ -36,7 +37,10 @@ for bound, dims in ((None, (2, 16, 32)), (-5.0, (1, 32, 16))):
                              dtype=torch.float32, is_packed=len(lengths) > 3)
         with poisoned_memory():
             assert_decode_earned(batch, "triton", "cpu", 20.0)
-for num_heads, page_size, dims in ((3, 16, (64, 16)), (17, 64, (96, 32)), (5, 48, (128, 0))):
+for num_heads, page_size, dims, splits in (
+    (3, 16, (64, 16), 1), (17, 64, (96, 32), 2), (5, 48, (128, 0), 9)
+):
+    mla.num_splits_of = lambda num_programs, num_tiles, splits=splits: splits
     for lengths, queries in (([1, 0, 147], None), ([70, 64, 8], [8, 0, 1])):
         pages = pages_of(lengths, queries, num_heads=num_heads, dims=dims, page_size=page_size,
                          dtype=torch.float16)
