@@ -72,8 +72,10 @@ ATTACKS = {
 OWN = {
     "gvisor": {"the host's keys", "a mount as root of a namespace"},
     "qemu": {
-        *("write /proc/sys", "press sysrq", "core pattern", "write /sys", "the host's disk"),
-        *("the host's keys", "calls unseen", "a mount as root of a namespace"),
+        "the host's disk",
+        "the host's keys",
+        "calls unseen",
+        "a mount as root of a namespace",
     },
 }
 FORGERY = """
@@ -258,6 +260,30 @@ async def nobody_speaks_for_the_agent(driver: MachineDriver, sandbox: MachineSan
         except LimitError as error:
             assert "wrote into its agent's stream" in str(error)
             assert driver.name == "gvisor"
+
+
+SABOTAGE = """
+import os, resource, signal
+agent = min(int(p) for p in os.listdir("/proc") if p.isdigit() and b"agent" in
+            open(f"/proc/{p}/cmdline", "rb").read().split(b"\\0")[0])
+attempts = [(os.kill, (who, number)) for who in (agent, -agent) for number in (9, 19, 11, 15)]
+attempts += [(resource.prlimit, (agent, resource.RLIMIT_NOFILE, (0, 0)))]
+attempts += [(lambda: signal.pidfd_send_signal(os.pidfd_open(agent), 9), ())]
+for attempt, words in attempts:
+    try:
+        attempt(*words)
+    except OSError:
+        pass
+"""
+
+
+async def nobody_ends_the_agent(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """Else whoever fears the verdict ends the machine and is forgiven. Also in a branch."""
+    (branch,) = await sandbox.fork(1)
+    for box in (sandbox, branch):
+        await box.exec(Command(argv=("python3", "-c", SABOTAGE)))
+        await box.exec(sh("setsid sh -c 'kill -9 -1'"))
+        assert (await box.exec(sh("echo here"))).stdout == b"here\n"
 
 
 async def hogs_are_stopped(driver: MachineDriver, sandbox: MachineSandbox) -> None:
@@ -678,6 +704,7 @@ CASES = (
     an_image_without_a_shell_is_named,
     attacks_are_denied,
     nobody_speaks_for_the_agent,
+    nobody_ends_the_agent,
     hogs_are_stopped,
     pauses_keep_files,
     branches_diverge,
