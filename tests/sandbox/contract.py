@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import os
 import subprocess
 import time
@@ -685,6 +686,46 @@ async def a_store_without_room_keeps_the_sandbox(
     assert await (await world.follow(again)).ask("x") == "6"
 
 
+async def a_full_host_disk_is_named(driver: MachineDriver, sandbox: MachineSandbox) -> None:
+    """Of the store and of sandboxes that share it; once there is room, the world is as it was.
+
+    A QEMU is ended by the kernel if it touches new memory meanwhile, as its docstring says.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("only root mounts a small disk")
+    small = driver.root.parent / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1g", "tmpfs", str(small)], check=True)
+    store = Store(small / "store", 4 << 30, is_durable=False)
+    mechanism = copy.copy(driver.mechanism)
+    if driver.name == "qemu":
+        mechanism._templates = None  # they lie on another disk
+    crowded = MachineDriver(mechanism, small / "boxes", store)
+    try:
+        box = await crowded.create(Image(root=IMAGE), LIMITS, Net())
+        world = await World.start(box, 2)
+        with contextlib.suppress(OSError), (small / "filler").open("wb", buffering=0) as filler:
+            while True:
+                filler.write(bytes(1 << 20))
+        with pytest.raises(SandboxError, match="the disk is full"):
+            await box.snapshot()
+        with contextlib.suppress(SandboxError):  # it may need no room
+            await (await crowded.create(Image(root=IMAGE), LIMITS, Net())).destroy()
+        assert (await sandbox.exec(sh("echo fine"))).stdout == b"fine\n"
+        (small / "filler").unlink()
+        assert store.ids() == []
+        try:
+            assert await world.ask("whole()") == "True"
+            (branch,) = await box.fork(1)
+            assert await (await world.follow(branch)).ask("whole()") == "True"
+        except SandboxError:
+            assert driver.name == "qemu"
+    finally:
+        await crowded.close()
+        store.close()
+        subprocess.run(["umount", str(small)], check=True)
+
+
 async def secrets_stay_outside(driver: MachineDriver, sandbox: MachineSandbox) -> None:
     """What the keeper's process was given is in no environment of a sandbox, nor of a branch."""
     os.environ["BALTORO_TEST_SECRET"] = "hunter2"
@@ -721,6 +762,7 @@ CASES = (
     a_snapshot_that_does_not_fit_is_refused,
     a_store_without_room_keeps_the_sandbox,
     secrets_stay_outside,
+    a_full_host_disk_is_named,
     files_beyond_the_limit_are_stopped,
     processors_are_shared_out,
 )
