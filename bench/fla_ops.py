@@ -28,7 +28,7 @@ try:
     from fla.modules.norm.layernorm import rms_norm as fla_rms_norm
     from fla.ops.attnres import fused_attnres
     from fla.ops.kda import chunk_kda
-except ModuleNotFoundError as error:
+except ImportError as error:
     fla, chunk_kda = None, None
     WHY_ABSENT = str(error)
 

@@ -39,12 +39,19 @@ SHAPES = (
     (21, 64, 768, torch.float32),
     (30, 64, 384, torch.float32),
 )
-GRAM_TILES = (kernels.Tile(64, 4, 4), kernels.Tile(64, 8, 4), kernels.Tile(128, 8, 3))
+GRAM_TILES = (
+    kernels.Tile(64, 4, 4, 1792),
+    kernels.Tile(64, 4, 4, 896),
+    kernels.Tile(64, 8, 4, 1792),
+    kernels.Tile(128, 8, 3, 1792),
+)
 APPLY_TILES = (
-    kernels.Tile(64, 4, 2),
-    kernels.Tile(64, 4, 3),
-    kernels.Tile(64, 8, 2),
-    kernels.Tile(128, 8, 2),
+    kernels.Tile(64, 4, 2, 896),
+    kernels.Tile(64, 4, 2, 1792),
+    kernels.Tile(64, 4, 2, 512),
+    kernels.Tile(64, 4, 3, 896),
+    kernels.Tile(64, 8, 2, 896),
+    kernels.Tile(128, 8, 2, 896),
 )
 
 
@@ -88,17 +95,16 @@ def kernel_times(x: Tensor) -> dict[str, object]:
     factors = torch.empty(B, 2, R, R, dtype=torch.bfloat16, device="cuda")
 
     def gram(tile: kernels.Tile) -> Callable[[], object]:
-        num_parts, width = kernels.parts_of(B, C, tile.columns)
+        num_parts = -(-C // tile.part)
         parts = torch.empty(B, num_parts, R, R, device="cuda")
-        return lambda: kernels.gram_kernel[(num_parts, B)](
-            rounded, parts, C, width, R=R, BR=R, BC=tile.columns,
+        return lambda: kernels.gram_kernel[(B, num_parts)](
+            rounded, parts, C, tile.part, R=R, BR=R, BC=tile.columns,
             NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
 
     def apply(tile: kernels.Tile) -> Callable[[], object]:
-        num_parts, width = kernels.parts_of(B, C, tile.columns)
-        return lambda: kernels.apply_kernel[(num_parts, B)](
-            rounded, factors, out, C, width, R=R, BR=R, BC=tile.columns,
+        return lambda: kernels.apply_kernel[(B, -(-C // tile.part))](
+            rounded, factors, out, C, tile.part, R=R, BR=R, BC=tile.columns,
             NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
 

@@ -32,6 +32,7 @@ import numpy
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from baltoro.ops.newton_schulz import triton as kernels
 from ops.test_newton_schulz_triton import errors, with_spectrum
 
 def widened(x):  # the interpreter holds bf16 as bits, multiplies the bits, and cuts off to round
@@ -42,6 +43,8 @@ def widened(x):  # the interpreter holds bf16 as bits, multiplies the bits, and 
 InterpreterBuilder.create_dot = lambda self, a, b, d, *_: TensorHandle(
     widened(a) @ widened(b) + d.data, d.dtype.scalar
 )
+kernels.GRAM_TILE = kernels.GRAM_TILE._replace(part=64)  # several parts of a hundred columns
+kernels.APPLY_TILE = kernels.APPLY_TILE._replace(part=64)
 for shape, steps in (((2, 16, 64), 5), ((3, 17), 1), ((70, 5), 5), ((20, 100), 7), ((1, 6), 5)):
     for smallest in (1.0, 1e-3, 0.0):
         x = with_spectrum(smallest, *shape, device="cpu")
@@ -52,22 +55,26 @@ for shape, steps in (((2, 16, 64), 5), ((3, 17), 1), ((70, 5), 5), ((20, 100), 7
 
 def with_spectrum(smallest: float, *shape: int, device: str = "cuda") -> Tensor:
     """Numbers of bf16 in fp32; singular values fall to `smallest`, or for 0 are few and equal."""
+    *stack, rows, columns = shape
+    short = min(rows, columns)
     draw = torch.Generator().manual_seed(sum(shape))
-    x = torch.randn(*shape, generator=draw, dtype=torch.float64)
-    u, s, vh = torch.linalg.svd(x, full_matrices=False)
-    place = torch.linspace(0, 1, s.shape[-1], dtype=torch.float64)
+    u, v = (
+        torch.linalg.qr(torch.randn(*stack, side, short, generator=draw).double().to(device)).Q
+        for side in (rows, columns)
+    )
+    place = torch.linspace(0, 1, short, dtype=torch.float64, device=device)
     values = smallest**place if smallest > 0 else (place < 0.3).double()
-    return (u @ (values[:, None] * vh)).to(BF16).float().to(device)
+    return ((u * values) @ v.mT).to(BF16).float()
 
 
 def errors(x: Tensor, steps: int) -> tuple[float, float]:
     """Relative errors against fp64 of the kernels and of the loop, products in bf16."""
-    exact = newton_schulz(x.cpu().double(), steps=steps, compute_dtype=torch.float64, impl="gram")
+    exact = newton_schulz(x.double(), steps=steps, compute_dtype=torch.float64, impl="gram")
     found = []
     for impl in ("triton", "torch"):
         got = newton_schulz(x, steps=steps, compute_dtype=BF16, impl=impl)
         assert got.shape == x.shape and got.dtype == x.dtype and got.is_contiguous()
-        found.append(float((got.cpu() - exact).norm() / exact.norm()))
+        found.append(float((got - exact).norm() / exact.norm()))
     return found[0], found[1]
 
 

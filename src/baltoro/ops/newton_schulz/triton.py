@@ -23,19 +23,19 @@ from baltoro.ops.triton import cdiv, padded_width, refuse_unserved
 
 MAX_ROWS = 128  # of the shorter side: a program holds its square on chip
 MIN_TILE = 16
-MIN_PROGRAMS = 132 * 3
 
 
 class Tile(NamedTuple):
     """How programs of the two kernels that read X take its columns."""
 
-    columns: int
+    columns: int  # at once
     num_warps: int
     num_stages: int
+    part: int  # columns of a program, whatever the stack: a matrix gets the same bits in any
 
 
-GRAM_TILE = Tile(64, 4, 4)
-APPLY_TILE = Tile(64, 4, 2)
+GRAM_TILE = Tile(64, 4, 4, 1792)
+APPLY_TILE = Tile(64, 4, 2, 896)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def product(x_high, x_low, y_high, y_low):
 @triton.jit
 def columns_of(num_columns, columns_per_part):
     """First and last of the columns of this program."""
-    first = tl.program_id(0) * columns_per_part
+    first = tl.program_id(1) * columns_per_part
     return first, tl.minimum(first + columns_per_part, num_columns)
 
 
@@ -63,7 +63,7 @@ def gram_kernel(
     R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """The part of X X' that a range of columns makes."""
-    matrix = tl.program_id(1).to(tl.int64)
+    matrix = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, BR)
     x += matrix * R * num_columns
     first, last = columns_of(num_columns, columns_per_part)
@@ -74,7 +74,7 @@ def gram_kernel(
         at = rows[:, None] * num_columns + columns[None, :]
         tile = tl.load(x + at, mask=is_here, other=0.0)
         gram = tl.dot(tile, tl.trans(tile), gram)
-    part = matrix * tl.num_programs(0) + tl.program_id(0)
+    part = matrix * tl.num_programs(1) + tl.program_id(1)
     tl.store(parts + part * (BR * BR) + rows[:, None] * BR + rows[None, :], gram)
 
 
@@ -108,6 +108,7 @@ def factor_kernel(
         p_high, p_low = split(poly)
         tl.debug_barrier()
         f_high, f_low = split(product(tl.load(at_high), tl.load(at_low), p_high, p_low))
+        tl.debug_barrier()
         tl.store(at_high, f_high)
         tl.store(at_low, f_low)
         # of no use after the last step, but a condition costs registers
@@ -121,7 +122,7 @@ def apply_kernel(
     R: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """F X for a range of columns."""
-    matrix = tl.program_id(1).to(tl.int64)
+    matrix = tl.program_id(0).to(tl.int64)
     rows = tl.arange(0, BR)
     at_factor = factors + matrix * (2 * BR * BR) + rows[:, None] * BR + rows[None, :]
     f_high = tl.load(at_factor)
@@ -164,10 +165,10 @@ def _steps(x_BRC: Tensor, out_BRC: Tensor, steps: int, *, is_normed: bool) -> No
     """Write what `steps` steps, `MAX_GRAM_STEPS` at most, make of wide, contiguous matrices."""
     B, R, C = x_BRC.shape
     BR = max(MIN_TILE, padded_width(R))
-    num_parts, width = parts_of(B, C, GRAM_TILE.columns)
+    num_parts = cdiv(C, GRAM_TILE.part)
     parts = x_BRC.new_empty(B, num_parts, BR, BR, dtype=torch.float32)
-    gram_kernel[(num_parts, B)](
-        x_BRC, parts, C, width, R=R, BR=BR, BC=GRAM_TILE.columns,
+    gram_kernel[(B, num_parts)](
+        x_BRC, parts, C, GRAM_TILE.part, R=R, BR=BR, BC=GRAM_TILE.columns,
         NUM_STAGES=GRAM_TILE.num_stages, num_warps=GRAM_TILE.num_warps,
     )  # fmt: skip
     factors = x_BRC.new_empty(B, 2, BR, BR, dtype=torch.bfloat16)
@@ -175,9 +176,8 @@ def _steps(x_BRC: Tensor, out_BRC: Tensor, steps: int, *, is_normed: bool) -> No
         parts, factors, num_parts, steps, *COEFFICIENTS, NORM_EPS, BR=BR, IS_NORMED=is_normed,
         num_warps=factor_warps(BR),
     )  # fmt: skip
-    num_parts, width = parts_of(B, C, APPLY_TILE.columns)
-    apply_kernel[(num_parts, B)](
-        x_BRC, factors, out_BRC, C, width, R=R, BR=BR, BC=APPLY_TILE.columns,
+    apply_kernel[(B, cdiv(C, APPLY_TILE.part))](
+        x_BRC, factors, out_BRC, C, APPLY_TILE.part, R=R, BR=BR, BC=APPLY_TILE.columns,
         NUM_STAGES=APPLY_TILE.num_stages, num_warps=APPLY_TILE.num_warps,
     )  # fmt: skip
 
@@ -185,10 +185,3 @@ def _steps(x_BRC: Tensor, out_BRC: Tensor, steps: int, *, is_normed: bool) -> No
 def factor_warps(padded: int) -> int:
     """Warps of a program that holds squares of `padded` rows."""
     return 8 if padded == MAX_ROWS else 4
-
-
-def parts_of(num_matrices: int, num_columns: int, tile: int) -> tuple[int, int]:
-    """Programs a matrix, enough to fill the device, and the columns of each."""
-    num_tiles = cdiv(num_columns, tile)
-    tiles_per_part = cdiv(num_tiles, min(num_tiles, cdiv(MIN_PROGRAMS, num_matrices)))
-    return cdiv(num_tiles, tiles_per_part), tiles_per_part * tile
