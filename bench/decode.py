@@ -20,6 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,11 +42,13 @@ DIM, TAPS, BOUND = 128, 4, -5.0
 RANK, SHARED, PAGE_SIZE = 512, 64, 512
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BATCHES = (128, 256, 32, 1)
-# launches of many heads that were not chosen
+# heads and launches that were not chosen for them
 OTHER_SHAPES = (
-    mla_kernels.Shape(64, 64, 8, 2, False),
-    mla_kernels.Shape(16, 64, 4, 5, False),
-    mla_kernels.Shape(32, 64, 8, 3, False),
+    (16, mla_kernels.Shape(16, 64, 8, 5, False)),
+    (96, mla_kernels.Shape(64, 64, 8, 2, False)),
+    (96, mla_kernels.Shape(16, 64, 4, 5, False)),
+    (16, mla_kernels.Shape(16, 64, 8, 1, True)),
+    (96, mla_kernels.Shape(32, 64, 8, 3, False)),
 )
 
 Row = dict[str, object]
@@ -197,11 +200,11 @@ def time_attention(rates: Rates, num_heads: int, batch: int, context: int, token
     }  # fmt: skip
 
 
-def time_other_shape(rates: Rates, shape: mla_kernels.Shape) -> Row:
+def time_other_shape(rates: Rates, num_heads: int, shape: mla_kernels.Shape) -> Row:
     chosen = mla_kernels.shape_of
     mla_kernels.shape_of = lambda num_rows: shape
     try:
-        return time_attention(rates, 96, 32, 16384, 1)
+        return time_attention(rates, num_heads, 32, 16384, 1)
     finally:
         mla_kernels.shape_of = chosen
 
@@ -211,10 +214,10 @@ def work(rates: Rates) -> list[tuple[str, Callable[[], Row]]]:
     found: list[tuple[str, Callable[[], Row]]] = []
 
     def kda(*sizes: object) -> None:
-        found.append((f"kda {sizes}", lambda: time_layer(rates, *sizes)))
+        found.append((f"kda {sizes}", partial(time_layer, rates, *sizes)))
 
     def mla(*sizes: int) -> None:
-        found.append((f"mla {sizes}", lambda: time_attention(rates, *sizes)))
+        found.append((f"mla {sizes}", partial(time_attention, rates, *sizes)))
 
     for batch in BATCHES:
         for num_heads in (96, 16):
@@ -224,8 +227,9 @@ def work(rates: Rates) -> list[tuple[str, Callable[[], Row]]]:
                 mla(num_heads, batch, context, 1)
     kda(96, 32, "fp32", 4)
     mla(16, 32, 16384, 4)
-    for shape in OTHER_SHAPES:
-        found.append((f"mla {shape}", lambda shape=shape: time_other_shape(rates, shape)))
+    for num_heads, shape in OTHER_SHAPES:
+        run = partial(time_other_shape, rates, num_heads, shape)
+        found.append((f"mla {num_heads} {shape}", run))
     return found
 
 
