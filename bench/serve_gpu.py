@@ -16,12 +16,9 @@ import argparse
 import dataclasses
 import gc
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -30,10 +27,10 @@ from typing import Any
 
 import torch
 from provenance import commit_of
+from serve_beside import Peer
 from serve_shapes import FULL, TINY, kimi_linear, random_ids, request_of, step_bytes
 from torch.profiler import ProfilerActivity, profile
 
-import baltoro
 from baltoro.model.config import ModelConfig, gpu_impl
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
@@ -55,6 +52,7 @@ class Bench:
         self.is_gpu = self.device.type == "cuda"
         self.sizes = TINY if arguments.tiny else FULL
         self.decode = "resident"
+        self.peer: Peer | None = None
         self.begun = time.perf_counter()
         self.result: Json = {
             "device": torch.cuda.get_device_name() if self.is_gpu else "cpu",
@@ -247,12 +245,18 @@ def serve_all(bench: Bench, name: str, model: Model, context: int) -> None:
         bench.decode = "eager"
         engine = bench.engine(model)
     bench.synchronize()
+    # a collection that walks through all of torch's objects would fall on some of the timed steps
+    gc.collect()
+    gc.freeze()
     about = {
         "decode": bench.decode,
         "pages": engine.cache.config.num_pages,
         "page_tokens": engine.layout.page_size,
         "start_s": time.perf_counter() - start,
+        "is_gc_frozen": True,
     }
+    if bench.peer is not None:
+        about["waited_for_peer_s"] = bench.peer.wait_ready(min(75.0, bench.left_s / 2))
     bench.section(f"{name}: engine", lambda: about)
     bench.section(f"{name}: prefill", lambda: prefill_of(bench, engine, model))
     for rows in bench.sizes.batches:
@@ -303,33 +307,6 @@ def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Js
     }
 
 
-def peer(bench: Bench, model: Model) -> Json:
-    """transformers on the weights of `model`, in another process, in the time that is left."""
-    sizes = bench.sizes
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "peer.json"
-        baltoro.save(model, Path(folder) / "model")
-        here = Path(__file__).parent / "serve_peer.py"
-        words = [bench.arguments.peer_python, here, Path(folder) / "model", "--out", out]
-        words += ["--device", bench.device.type, "--batches", *sizes.batches]
-        words += ["--prompt-tokens", sizes.peer_prompt, "--new-tokens", sizes.peer_new]
-        words += ["--prefill-tokens", sizes.prefill_tokens]
-        log = ""
-        try:
-            done = subprocess.run(
-                [str(word) for word in words],
-                capture_output=True,
-                text=True,
-                env={**os.environ, "HF_HUB_OFFLINE": "1"},
-                timeout=max(5.0, bench.left_s - 5.0),
-            )
-            log = done.stderr[-1500:] if done.returncode else ""
-        except subprocess.TimeoutExpired:
-            log = "its time was up; what it had is here"
-        found: Json = json.loads(out.read_text()) if out.exists() else {}
-    return {**found, "log": log}
-
-
 def first_tokens(bench: Bench, model: Model) -> list[int]:
     """What ours writes behind the peer's first prompt."""
     generator = torch.Generator().manual_seed(0)
@@ -366,13 +343,22 @@ def main() -> None:
     parser.add_argument("--commit", help="instead of asking git")
     bench = Bench(parser.parse_args())
     sizes = bench.sizes
-    bench.section("copy_bytes_per_s", bench.copy_rate)
     models: dict[str, Model] = {}
 
+    def start_peer() -> None:
+        models["kimi-linear"] = bench.model(kimi_linear(sizes))
+        bench.peer = Peer(models["kimi-linear"], sizes, bench.arguments.peer_python)
+
     def serve(name: str, config: ModelConfig, context: int) -> None:
-        models[name] = bench.model(config)
+        models[name] = models.get(name) or bench.model(config)
         serve_all(bench, name, models[name], context)
 
+    def measure_peer() -> Json:
+        assert bench.peer is not None
+        return bench.peer.measure(bench.left_s - 3.0)
+
+    bench.section("copy_bytes_per_s", bench.copy_rate)
+    bench.section("peer", start_peer)
     bench.section("k3", lambda: serve("k3", preset(sizes.preset), sizes.context))
     bench.section("k3: agreement", lambda: agreement(bench, models["k3"]))
     for name, is_caching in (("cached", True), ("not cached", False)):
@@ -387,8 +373,10 @@ def main() -> None:
         "kimi-linear", lambda: serve("kimi-linear", kimi_linear(sizes), sizes.peer_prompt)
     )
     bench.section("first_tokens", lambda: {"ours": first_tokens(bench, models["kimi-linear"])})
-    bench.section("transformers", lambda: peer(bench, models["kimi-linear"]))
+    bench.section("transformers", measure_peer)
     bench.section("times_as_fast", lambda: compare(bench.result, sizes.batches))
+    if bench.peer is not None:
+        bench.peer.end()
 
 
 if __name__ == "__main__":

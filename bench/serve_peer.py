@@ -2,6 +2,9 @@
 
     python3 bench/serve_peer.py MODEL --out FILE [--device cuda] [--batches 1 32 256]
 
+With `--go` it builds its kernels first, says so in FILE and begins to measure once that file is
+there, so that another program can have the GPU to itself meanwhile.
+
 MODEL is a Kimi-Linear checkpoint. Decode is the time that further tokens add to a call of
 `generate`; prefill is one forward pass. fla's kernels are used where fla is importable. Of the
 configurations that fla would try for each kernel the first is taken: trying them takes minutes.
@@ -98,9 +101,6 @@ class Peer:
     def decode(self, rows: int) -> None:
         device, count = self.arguments.device, self.arguments.new_tokens
         ids = self.ids(rows, self.arguments.prompt_tokens)
-        first = self.generate(ids, 3)
-        if rows == 1:
-            self.result["first_ids"] = first[0, ids.shape[1] :].tolist()
         one = seconds(lambda: self.generate(ids, 1), device)
         many = seconds(lambda: self.generate(ids, 1 + count), device)
         self.result["decode"][str(rows)] = {
@@ -109,16 +109,27 @@ class Peer:
         }
         self.write()
 
+    def warm_up(self, rows: int) -> None:
+        ids = self.ids(rows, self.arguments.prompt_tokens)
+        first = self.generate(ids, 3)
+        if rows == 1:
+            self.result["first_ids"] = first[0, ids.shape[1] :].tolist()
+            self.forward()
+
+    def forward(self) -> None:
+        with torch.inference_mode():
+            ids = self.ids(1, self.arguments.prefill_tokens)
+            self.model(ids, use_cache=True, logits_to_keep=1)
+
+    def wait(self) -> None:
+        self.result["is_ready"] = True
+        self.write()
+        while self.arguments.go is not None and not self.arguments.go.exists():
+            time.sleep(0.1)
+
     def prefill(self) -> None:
         count = self.arguments.prefill_tokens
-        ids = self.ids(1, count)
-
-        def run() -> None:
-            with torch.inference_mode():
-                self.model(ids, use_cache=True, logits_to_keep=1)
-
-        run()
-        best = min(seconds(run, self.arguments.device) for _ in range(3))
+        best = min(seconds(self.forward, self.arguments.device) for _ in range(3))
         self.result["prefill"] = {"tokens": count, "tokens_per_s": count / best}
         self.write()
 
@@ -132,10 +143,13 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--prefill-tokens", type=int, default=4096)
+    parser.add_argument("--go", type=Path, help="wait for this file before measuring")
     arguments = parser.parse_args()
     take_first_configurations()
     peer = Peer(arguments)
     for name, run in [
+        *((f"first call at batch {n}", lambda n=n: peer.warm_up(n)) for n in arguments.batches),
+        ("wait", peer.wait),
         *((f"decode at batch {n}", lambda n=n: peer.decode(n)) for n in arguments.batches),
         ("prefill", peer.prefill),
     ]:

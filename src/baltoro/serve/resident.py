@@ -150,5 +150,5 @@ class ResidentBatch:
         cache = _RowCache(self, size)
         output = self.model(self.tokens[:size], self._cu_seqlens[: size + 1], cache)
         logits_NW = self.model.lm_head(output.hidden)
-        self.positions[:size] += self.is_used[:size]
+        self.positions[:size].add_(self.is_used[:size])
         return logits_NW
