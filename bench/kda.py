@@ -7,7 +7,8 @@ around the call, host gaps included; `graph` the replay of a CUDA graph of it. T
 -5 sigmoid(x): x ~ N(0, 1) forgets fast, N(-4, 1) slowly. Before any time is taken, gradients are
 compared with the reference in fp64, and nothing is reported if one is further away than 1 %. fla
 takes part where it can be imported, in the shapes of `FLA_SHAPES`, until its seconds are over; how
-its launch shapes are found is in `fla_ops.py`.
+its launch shapes are found is in `fla_ops.py`. `softmax` is causal attention of the same q, k and v
+by cuDNN, for one sequence.
 
 Floor: the larger of the bytes that must move (1282 a token and head forward, 3590 with the
 backward) at a measured copy rate, and 186k and 662k FLOPs at a measured bf16 matrix rate.
@@ -24,8 +25,10 @@ from pathlib import Path
 
 import fla_ops
 import torch
+import torch.nn.functional as F
 import triton
 from provenance import commit_of
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baltoro.ops.kda.fused import chunk_kda_fused
 
@@ -184,6 +187,25 @@ def measure(op: Callable, x: dict[str, torch.Tensor], has_graph: bool) -> dict[s
     return times
 
 
+def softmax_times(x: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Milliseconds of causal attention over one sequence."""
+    leaves = [x[name].transpose(0, 1)[None].detach().requires_grad_() for name in ("q", "k", "v")]
+    d_out = x["do"].transpose(0, 1)[None]
+
+    def attend() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*leaves, is_causal=True)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            return attend()
+
+    return {
+        "forward_eager_ms": eager_ms(forward),
+        "step_eager_ms": eager_ms(lambda: torch.autograd.grad(attend(), leaves, d_out)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/kda.json"))
@@ -227,6 +249,8 @@ def main() -> None:
             row = {"heads": num_heads, "lengths": lengths, "gate": gate, "floor": floors}
             is_short = sum(lengths) <= 8192
             row["ours"] = measure(ours, x, has_graph=is_short)
+            if len(lengths) == 1:
+                row["softmax"] = softmax_times(x)
             if has_fla and (num_heads, sum(lengths)) in FLA_SHAPES and len(lengths) == 1:
                 try:
                     with fla_ops.seconds(fla_end - time.monotonic()):
