@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -260,6 +261,40 @@ def test_the_same_key_gives_the_same_sandbox(tmp_path):
         assert again is first
         await first.destroy()
         assert await driver.create(image, Limits(), Net(), key="episode-1") is not first
+
+    run_with_sandbox(tmp_path, body)
+
+
+def test_a_create_that_was_given_up_is_found_by_its_key_and_one_that_failed_leaves_nothing(
+    tmp_path, monkeypatch
+):
+    """S07's neighbours: asked again while the first is still being made, and on a full disk."""
+    seal = process.seal_tree
+
+    def slow(*words):
+        time.sleep(0.2)
+        return seal(*words)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def body(driver, sandbox):
+        image = Image(root=tmp_path / "image")
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "seal_tree", slow)
+            first = asyncio.ensure_future(driver.create(image, Limits(), Net(), key="episode"))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            found = await driver.create(image, Limits(), Net(), key="episode")
+        assert await found.read("hello.txt") == b"from the image"
+        assert len(list(driver.root.iterdir())) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "seal_tree", full)
+            with pytest.raises(SandboxError, match="disk is full"):
+                await driver.create(image, Limits(), Net(), key="other")
+        assert len(list(driver.root.iterdir())) == 2
+        again = await driver.create(image, Limits(), Net(), key="other")
+        assert await again.read("hello.txt") == b"from the image"
 
     run_with_sandbox(tmp_path, body)
 

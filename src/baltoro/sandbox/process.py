@@ -230,13 +230,13 @@ class ProcessDriver:
         self.root = root
         self.store = store
         self._sandboxes: dict[str, ProcessSandbox] = {}
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, asyncio.Future[ProcessSandbox]] = {}
 
     async def create(
         self, image: Image, limits: Limits, net: Net, key: str | None = None
     ) -> ProcessSandbox:
         if key is not None and key in self._keys:
-            return self._sandboxes[self._keys[key]]
+            return await asyncio.shield(self._keys[key])
         if net.allowed_hosts:
             raise ValueError(
                 f"net.allowed_hosts={net.allowed_hosts!r}: this driver cannot restrict the network;"
@@ -244,12 +244,16 @@ class ProcessDriver:
             )
         if not image.root.is_dir():
             raise ImageError(f"image.root={str(image.root)!r}: no such folder")
-        sandbox = self._new(image, limits)
-        sandbox.home.mkdir()
-        if key is not None:
-            self._keys[key] = sandbox.id
-        await asyncio.to_thread(seal_tree, image.root, sandbox.files)
-        return sandbox
+        # Under its key from the first moment: a caller that gave up finds it by asking again.
+        made = asyncio.ensure_future(self._make(image, limits))
+        if key is None:
+            return await asyncio.shield(made)
+        self._keys[key] = made
+        try:
+            return await asyncio.shield(made)
+        except SandboxError:
+            self._keys.pop(key, None)
+            raise
 
     async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[ProcessSandbox]:
         check_branches(num_branches)
@@ -281,7 +285,20 @@ class ProcessDriver:
     def forget(self, sandbox_id: str) -> None:
         """Called by a sandbox that is gone."""
         self._sandboxes.pop(sandbox_id, None)
-        self._keys = {key: value for key, value in self._keys.items() if value != sandbox_id}
+        for key, made in list(self._keys.items()):
+            if made.done() and not made.exception() and made.result().id == sandbox_id:
+                del self._keys[key]
+
+    async def _make(self, image: Image, limits: Limits) -> ProcessSandbox:
+        sandbox = self._new(image, limits)
+        sandbox.home.mkdir()
+        try:
+            await asyncio.to_thread(seal_tree, image.root, sandbox.files)
+        except OSError as error:
+            named = self.store.named(error, f"sandbox {sandbox.id}: copying its image")
+            await sandbox.destroy()
+            raise named from error
+        return sandbox
 
     def _new(self, image: Image, limits: Limits) -> ProcessSandbox:
         sandbox = ProcessSandbox(self, uuid.uuid4().hex[:12], image, limits)

@@ -11,8 +11,8 @@ reached through `egress.py`), no shared folder, and a fixed amount of memory, di
 processor. Does NOT stop: faults of the emulator itself, which runs with the caller's rights;
 covert channels of shared host pages; a full host disk, on which the kernel ends a machine that
 touches new memory, since that is a file. Emulation costs about seven times the CPU of the host:
-right for editing and small tests, not for builds. There is one processor whatever `Limits.cpus` says,
-and at least 220 processes are allowed.
+right for editing and small tests, not for builds. There is one processor whatever `Limits.cpus`
+says, and at least 220 processes are allowed.
 
 The machine is `pc`: `microvm` hangs at times under emulation. A watchdog restarts a boot that
 hangs.
