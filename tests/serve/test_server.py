@@ -67,6 +67,12 @@ def test_a_stream_begins_with_the_role_and_ends_with_usage_if_asked(client: Test
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
 
 
+def test_an_answer_is_named_in_its_header_too(client: TestClient) -> None:
+    whole, stream = post(client), post(client, stream=True)
+    assert whole.headers["x-request-id"] == whole.json()["id"]
+    assert f'"id": "{stream.headers["x-request-id"]}"' in stream.text
+
+
 def test_usage_counts_what_came_from_the_cache(client: TestClient) -> None:
     prompt = [{"role": "user", "content": "again and again " * 20}]
     first, second = (post(client, messages=prompt).json()["usage"] for _ in range(2))

@@ -119,9 +119,13 @@ class Server:
             self.metrics.rejected["invalid"] += 1
             param = "prompt" if isinstance(body, CompletionBody) else "messages"
             raise ApiError(400, str(error), param=param) from None
+        response: Response
         if choices.body.stream:
-            return StreamingResponse(self._events(choices), media_type="text/event-stream")
-        return await _unless_gone(request, choices)
+            response = StreamingResponse(self._events(choices), media_type="text/event-stream")
+        else:
+            response = await _unless_gone(request, choices)
+        response.headers["x-request-id"] = choices.id
+        return response
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or of a conversation's prompt."""
