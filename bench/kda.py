@@ -250,7 +250,10 @@ def main() -> None:
             is_short = sum(lengths) <= 8192
             row["ours"] = measure(ours, x, has_graph=is_short)
             if len(lengths) == 1:
-                row["softmax"] = softmax_times(x)
+                try:
+                    row["softmax"] = softmax_times(x)
+                except RuntimeError as error:  # where cuDNN does not serve it
+                    row["softmax_left_out"] = str(error)[:200]
             if has_fla and (num_heads, sum(lengths)) in FLA_SHAPES and len(lengths) == 1:
                 try:
                     with fla_ops.seconds(fla_end - time.monotonic()):
