@@ -44,11 +44,10 @@ STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BATCHES = (128, 256, 32, 1)
 # heads and launches that were not chosen for them
 OTHER_SHAPES = (
-    (16, mla_kernels.Shape(16, 64, 8, 5, False)),
-    (96, mla_kernels.Shape(64, 64, 8, 2, False)),
-    (96, mla_kernels.Shape(16, 64, 4, 5, False)),
-    (16, mla_kernels.Shape(16, 64, 8, 1, True)),
-    (96, mla_kernels.Shape(32, 64, 8, 3, False)),
+    (16, mla_kernels.Shape(16, 32, 4, 5)),
+    (96, mla_kernels.Shape(16, 32, 8, 5)),
+    (96, mla_kernels.Shape(64, 32, 8, 5)),
+    (16, mla_kernels.Shape(16, 32, 8, 6)),
 )
 
 Row = dict[str, object]

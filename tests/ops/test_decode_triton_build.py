@@ -19,7 +19,7 @@ from baltoro.ops.mla import triton as mla
 
 pytestmark = pytest.mark.slow
 MAX_SHARED_BYTES = 227 * 1024
-MAX_STACK_BYTES = 400  # of 255 registers a thread, where it holds the next tile of keys
+MAX_STACK_BYTES = 240  # of 255 registers a thread, with 32 rows a program
 
 INTERPRETED = """
 import warnings
@@ -105,17 +105,16 @@ def test_attention_over_pages_compiles_for_the_tensor_cores(
         "page_stride": "i32:16", "log2_scale": "fp32", "R": R, "P": P,
         "BR": mla.padded_width(R), "BP": max(16, mla.padded_width(P)),
         "BH": shape.rows, "BN": shape.tokens, "STAGES": shape.num_stages,
-        "IS_HELD": shape.is_held, "IS_ONE": is_one,
-        "IS_ALIGNED": page_size % shape.tokens == 0, "IS_WHOLE": is_whole,
+        "IS_ONE": is_one, "IS_ALIGNED": page_size % shape.tokens == 0, "IS_WHOLE": is_whole,
     }  # fmt: skip
     found = resources(mla.split_kernel, arguments, shape.num_warps)
     code = machine_code(mla.split_kernel, arguments, shape.num_warps)
     assert found.stack_bytes <= MAX_STACK_BYTES
     assert found.shared_bytes <= MAX_SHARED_BYTES
-    assert re.search(r"\bHGMMA\b", code) and not re.search(r"\bHMMA\b", code)
+    # 64 of them read outside of shared memory on a card
+    assert 1 <= len(re.findall(r"\bHGMMA\b", code)) <= 16
     assert not lost_memory_descriptors(code)
-    if not shape.is_held:  # two tiles are on their way while a third is worked on
-        assert re.search(r"\bLDGSTS\b", code)
+    assert re.search(r"\bLDGSTS\b", code)  # two tiles are on their way while a third is worked on
 
 
 @pytest.mark.parametrize("rank", [64, 512])

@@ -9,6 +9,9 @@ transposed: tokens and latent columns are the long side of the products, the row
 A sequence is cut in as many ranges as fill the GPU. Each leaves its softmax mean and the logarithm
 of its sum, L; a second kernel weighs the means by 2^L. Which rows a range holds depends on the
 sequence's own length and the number of ranges alone.
+
+Tiles are 32 tokens: with 64 the compiler of Triton 3.6 (ptxas 12.8) gives some of the many products
+of warp groups wrong places in shared memory, which a card reports as an illegal address.
 """
 
 import functools
@@ -37,12 +40,11 @@ class Shape(NamedTuple):
     tokens: int  # of a tile
     num_warps: int
     num_stages: int  # of which two go to page numbers: with 5, three tiles are in shared memory
-    is_held: bool  # the next tile waits in registers, where shared memory has no place for it
 
 
 def shape_of(num_rows: int) -> Shape:
     """The launch for sequences of at most `num_rows` rows, queries times heads."""
-    return Shape(16, 64, 4, 5, False) if num_rows <= 16 else Shape(32, 64, 8, 1, True)
+    return Shape(16 if num_rows <= 16 else 32, 32, 8, 5)
 
 
 @functools.cache
@@ -81,7 +83,7 @@ def split_kernel(
     q_latent, latents, page_table, lengths, cu_seqlens, out, sums,
     page_stride, table_stride, page_size, num_heads, num_splits, log2_scale,
     R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
-    BH: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, IS_HELD: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
     IS_ONE: tl.constexpr, IS_ALIGNED: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a sequence over one range of its tokens; `IS_WHOLE`: there is one range."""
@@ -116,24 +118,13 @@ def split_kernel(
             latents, table, start, stop, shared, R + P, page_stride, page_size, R + P, BN,
             IS_ALIGNED,
         )  # fmt: skip
-    if IS_HELD:
-        kv = load_rows(
-            latents, table, start, stop, values, R, page_stride, page_size, R + P, BN, IS_ALIGNED
-        )
     highest = tl.full([BH], LOWEST, tl.float32)
     total = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BR, BH], tl.float32)
     for position in tl.range(start, stop, BN, num_stages=STAGES):
-        if IS_HELD:
-            next_kv = load_rows(
-                latents, table, position + BN, stop, values, R, page_stride, page_size, R + P, BN,
-                IS_ALIGNED,
-            )  # fmt: skip
-        else:
-            kv = load_rows(
-                latents, table, position, stop, values, R, page_stride, page_size, R + P, BN,
-                IS_ALIGNED,
-            )  # fmt: skip
+        kv = load_rows(
+            latents, table, position, stop, values, R, page_stride, page_size, R + P, BN, IS_ALIGNED
+        )
         s = tl.zeros([BN, BH], tl.float32)
         if P > 0:
             next_shared = load_rows(
@@ -152,8 +143,6 @@ def split_kernel(
         acc *= shrink[None, :]
         acc = tl.dot(tl.trans(kv), p.to(kv.dtype), acc)  # [BR, BH]
         highest = higher
-        if IS_HELD:
-            kv = next_kv
     has = total > 0.0
     acc *= tl.where(has, 1.0 / tl.where(has, total, 1.0), 0.0)[None, :]
     if IS_WHOLE:
@@ -235,7 +224,7 @@ def paged_latent_attention(
         q_latent.contiguous(), latents, page_table, lengths, cu_seqlens, parts, sums,
         latents.stride(0), page_table.stride(0), page_size, H, splits, scale * LOG2E,
         R=R, P=width - R, BR=max(16, padded_width(R)), BP=max(16, padded_width(width - R)),
-        BH=shape.rows, BN=shape.tokens, STAGES=shape.num_stages, IS_HELD=shape.is_held,
+        BH=shape.rows, BN=shape.tokens, STAGES=shape.num_stages,
         IS_ONE=cu_seqlens is None, IS_ALIGNED=max_pages == 1 or page_size % shape.tokens == 0,
         IS_WHOLE=is_whole, num_warps=shape.num_warps,
     )  # fmt: skip
