@@ -53,11 +53,21 @@ def store_pairs(row, start, columns, is_column, x_even, x_odd):
 
 
 @triton.jit
+def load_weight(weight, columns, is_column):
+    """Even and odd numbers of a weight, which may be fp32."""
+    if weight.dtype.element_ty == tl.bfloat16:
+        pairs = load_pairs(weight, 0, columns, is_column)
+        weight_even, weight_odd = even(pairs), odd(pairs)
+    else:
+        weight_even = tl.load(weight + 2 * columns, mask=is_column, other=0.0)
+        weight_odd = tl.load(weight + 2 * columns + 1, mask=is_column, other=0.0)
+    return weight_even, weight_odd
+
+
+@triton.jit
 def load_query(norm_weight, proj_weight, columns, is_column):
-    norm_even = tl.load(norm_weight + 2 * columns, mask=is_column, other=0.0).to(tl.float32)
-    norm_odd = tl.load(norm_weight + 2 * columns + 1, mask=is_column, other=0.0).to(tl.float32)
-    proj_even = tl.load(proj_weight + 2 * columns, mask=is_column, other=0.0).to(tl.float32)
-    proj_odd = tl.load(proj_weight + 2 * columns + 1, mask=is_column, other=0.0).to(tl.float32)
+    norm_even, norm_odd = load_weight(norm_weight, columns, is_column)
+    proj_even, proj_odd = load_weight(proj_weight, columns, is_column)
     return norm_even * proj_even, norm_odd * proj_odd
 
 
