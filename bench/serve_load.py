@@ -24,7 +24,7 @@ WORDS = ("river", "stone", "light", "paper", "seven", "window", "green", "walk",
 NUM_PREFIXES = 6
 MAX_HISTORY = 12  # messages of a conversation before it begins anew
 LEAVE_WITHIN_S = 1.5
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 BODY_LIMIT = 32 << 20  # of the server
 WEATHER: JsonDict = {
     "type": "function",

@@ -278,6 +278,7 @@ def test_a_picture_beyond_the_context_is_refused_before_it_costs_anything(
 
     picture = data_url(Image.new("1", (9_000, 9_000)))  # 1.4 kB, and more patches than fit
     monkeypatch.setattr(server.processor.images, "process", looked_at)
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", looked_at)
     parts = [{"type": "image_url", "image_url": {"url": picture}}]
     refused = post(client, messages=[{"role": "user", "content": parts}])
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "messages"

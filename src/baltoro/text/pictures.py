@@ -6,6 +6,7 @@ import io
 import struct
 import warnings
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,25 +22,33 @@ MAX_PIXELS = 1 << 27  # 134 million; 10,000 x 10,000 is below, a decompression b
 _DECODER_ERRORS = (SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 
 
-def open_picture(picture: Picture) -> Image.Image:
+SizeCheck: TypeAlias = Callable[[int, int], None]  # of width and height; raises `ValueError`
+
+
+def _any_size(width: int, height: int) -> None:
+    """Accept it."""
+
+
+def open_picture(picture: Picture, check: SizeCheck = _any_size) -> Image.Image:
     """A loaded picture.
 
     picture: a Pillow image; an array uint8 [height, width, 3 or 4]; the bytes of a file; a `Path`;
         or a `data:` URL with base64. A plain string is never taken for a path or fetched, so that
         what a stranger sends can neither read files nor reach the network.
+    check: asked before a file's picture is unpacked.
 
     Raises `ValueError` for anything unreadable, empty or above `MAX_PIXELS`.
     """
     if isinstance(picture, Image.Image):
-        return _loaded(picture, "image")
+        return _loaded(picture, "image", check)
     if isinstance(picture, np.ndarray):
         return _from_array(picture)
     if isinstance(picture, Path):
-        return _from_file(picture)
+        return _from_file(picture, check)
     if isinstance(picture, bytes):
-        return _from_bytes(picture, "image bytes")
+        return _from_bytes(picture, "image bytes", check)
     if isinstance(picture, str):
-        return _from_bytes(_data_of_url(picture), "image data URL")
+        return _from_bytes(_data_of_url(picture), "image data URL", check)
     raise ValueError(f"image={picture!r}: must be a picture, bytes, a Path or a data URL")
 
 
@@ -53,12 +62,12 @@ def _from_array(pixels: np.ndarray) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def _from_file(path: Path) -> Image.Image:
+def _from_file(path: Path, check: SizeCheck) -> Image.Image:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ValueError(f"image {path}: cannot be read ({error.strerror})") from error
-    return _from_bytes(data, f"image {path}")
+    return _from_bytes(data, f"image {path}", check)
 
 
 def _data_of_url(url: str) -> bytes:
@@ -74,7 +83,7 @@ def _data_of_url(url: str) -> bytes:
         raise ValueError(f"image data URL: is not base64 ({error})") from error
 
 
-def _from_bytes(data: bytes, where: str) -> Image.Image:
+def _from_bytes(data: bytes, where: str, check: SizeCheck) -> Image.Image:
     try:
         with warnings.catch_warnings():
             # Pillow warns of pictures above half its limit; ours is checked below.
@@ -85,13 +94,14 @@ def _from_bytes(data: bytes, where: str) -> Image.Image:
         raise ValueError(f"{where}: is no readable {', '.join(FORMATS)}") from None
     except (OSError, Image.DecompressionBombError, *_DECODER_ERRORS) as error:
         raise ValueError(f"{where}: is no readable {', '.join(FORMATS)} ({error})") from error
-    return _loaded(picture, where)
+    return _loaded(picture, where, check)
 
 
-def _loaded(picture: Image.Image, where: str) -> Image.Image:
+def _loaded(picture: Image.Image, where: str, check: SizeCheck) -> Image.Image:
     width, height = picture.size
     if not 1 <= width * height <= MAX_PIXELS:
         raise ValueError(f"{where}: {width}x{height} pixels; must be 1 to {MAX_PIXELS} in all")
+    check(width, height)
     try:
         picture.load()
     except (OSError, *_DECODER_ERRORS) as error:

@@ -75,12 +75,19 @@ class Processor:
 
         expands_pads: one pad per token of the picture, as the model takes it; else a single pad,
             as the release's own processor writes.
-        max_tokens: longest prompt; a longer one is refused before its pictures cost anything.
+        max_tokens: longest prompt; a longer one is refused before its pictures are unpacked.
 
         Raises `ValueError` for messages, options or pictures that cannot be used.
         """
-        pictures = [open_picture(_picture_in(part)) for part in image_parts(messages)]
         images = self.images
+        num_seen = 0
+
+        def check(width: int, height: int) -> None:
+            nonlocal num_seen
+            num_seen += 0 if images is None else images.num_tokens(width, height)
+            _check_length(num_seen, max_tokens)
+
+        pictures = [open_picture(_picture_in(part), check) for part in image_parts(messages)]
         prompts: list[str] = []
         if images is not None:
             for width, height in (picture.size for picture in pictures):
@@ -104,14 +111,18 @@ class Processor:
             literal_placeholders=False,
         )
         ids = self.tokenizer.encode_segments(segments)
-        if max_tokens is not None and len(ids) > max_tokens:
-            raise MessageError(
-                f"the prompt has {len(ids)} tokens, pictures included, and at most {max_tokens} "
-                "fit; shorten it or send smaller pictures"
-            )
+        _check_length(len(ids), max_tokens)
         if images is None or not pictures:
             return Prompt(ids)
         return Prompt(ids, *images.process(pictures))
+
+
+def _check_length(num_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise MessageError(
+            f"the prompt has {num_tokens} tokens or more, pictures included, and at most "
+            f"{max_tokens} fit; shorten it or send smaller pictures"
+        )
 
 
 def _picture_in(part: Mapping[str, Any]) -> Any:
