@@ -153,30 +153,34 @@ def test_random_workloads_are_written_as_alone(seed: int) -> None:
     run_workload(random.Random(seed))
 
 
+def test_what_was_computed_ahead_for_a_sequence_without_its_pages_is_dropped() -> None:
+    assert run_workload(random.Random(6)) > 0  # one was preempted
+
+
 @pytest.mark.slow
 def test_many_random_workloads_are_written_as_alone() -> None:
-    assert sum(run_workload(random.Random(seed)) for seed in range(150)) > 100
+    assert sum(run_workload(random.Random(seed)) for seed in range(80)) > 10
 
 
 def run_workload(draws: random.Random) -> int:
     """Requests that come at any time, in a pool too small for all; how often one was preempted."""
     served = engine(
         "resident",
-        pool_tokens=draws.choice([90, 140, 400]),
-        num_kept_states=draws.randint(1, 6),
-        max_running=draws.randint(2, 6),
+        pool_tokens=draws.choice([8, 20, 60, 300]),
+        num_kept_states=draws.choice([1, 1, 6]),
+        max_running=draws.randint(2, 4),
         max_step_tokens=draws.randint(8, 40),
         host_bytes=draws.choice([0, 1 << 20]),
     )
     prefix, sequences = ids(24, draws.randrange(3)), list[Sequence]()
     left = draws.randint(3, 6)
     while left or not served.is_idle:
-        if left and draws.random() < 0.4:
+        if left and draws.random() < 0.7:
             prompt = prefix[: draws.randrange(25)] + ids(draws.randint(1, 9), draws.randrange(99))
             kind = draws.random()
             sampling = GREEDY if kind < 0.5 else Sampling(temperature=0.8, top_p=0.9)
             options = {"grammar": EvenTokens()} if kind > 0.95 else {}
-            one = request(prompt, draws.randint(1, 12), sampling=sampling, seed=left, **options)
+            one = request(prompt, draws.randint(1, 30), sampling=sampling, seed=left, **options)
             sequences.append(served.submit(one))
             left -= 1
         if sequences and draws.random() < 0.02:
