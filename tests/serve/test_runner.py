@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.tiny import tiny_k3, tiny_kimi_linear
+from model.tiny import VISION, tiny_k3, tiny_kimi_linear
 from torch import Tensor
 
 from baltoro.model.config import ModelConfig, gpu_impl
@@ -15,6 +15,7 @@ from baltoro.model.model import Model
 from baltoro.model.presets import preset
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.request import Request, Sequence
 from baltoro.serve.resident import Place, ResidentBatch, ladder
 from baltoro.serve.sampling import Penalties, Sampling
@@ -145,6 +146,25 @@ def test_a_stop_token_ends_a_reply_whose_next_token_was_computed_ahead() -> None
     assert written(first) == plain[: plain.index(stop) + 1] and first.finish_reason == "stop"
     assert written(second) == written(alone(TINY, request(ids(13, 1), 12)))
     assert served.cache.device.num_available == served.cache.config.num_pages
+
+
+def test_a_picture_s_last_row_behind_a_cached_prefix_is_seen() -> None:
+    model = made(tiny_k3(vision=VISION))
+    served = engine("resident", model)
+    for seed in range(2):
+        features = torch.randn(1, 32, generator=torch.Generator().manual_seed(seed)).double()
+        one = request(
+            [*ids(8), 60],
+            6,
+            image_features=features,
+            media=(MediaSpan(8, 9, bytes([seed])),),
+        )
+        (sequence,) = served.generate([one])
+        assert sequence.num_cached == (8 if seed else 0)
+        expected = alone(model, one)
+        assert written(sequence) == written(expected)
+        logprobs = [[t.logprob for t in s.new_tokens] for s in (sequence, expected)]
+        assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
 
 
 @settings(max_examples=4)

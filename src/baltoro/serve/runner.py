@@ -107,8 +107,9 @@ class Runner:
         self.pool.prepare(plan.ops)
         parts: list[_Drawn] = []
         decodes: Series[Work] = plan.decodes
-        if self.batch is not None and decodes:
-            parts.append(self._covered(decodes) or self._launch(decodes, weights_version))
+        usual = [w for w in decodes if not _is_picture(w)] if self.batch is not None else []
+        if usual:
+            parts.append(self._covered(usual) or self._launch(usual, weights_version))
             decodes = [w for w in decodes if w.sequence not in parts[0].tables]
         hidden, mixtures = [], []
         verify = None
@@ -202,11 +203,10 @@ class Runner:
         if going != self._placed or self._num_pages != [len(t.kv_pages) for _, t in going]:
             self._place([(sequence, FED) for sequence, _ in going])
         if self._drawing is None:
-            rows = [
+            settings = [
                 Row(s.request.sampling, s.request.seed, len(s.new_tokens) + 1) for s, _ in going
             ]
-            width = self.model.config.vocab_size
-            self._drawing = drawing_of(rows, width, self.device)
+            self._drawing = drawing_of(settings, self.model.config.vocab_size, self.device)
         else:
             self._drawing.advance()
         logits_NW = self.batch.run(len(going))
@@ -308,6 +308,12 @@ def _sent(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+
+
+def _is_picture(work: Work) -> bool:
+    """Whether its token may be a picture's, whose row the batch does not have."""
+    sequence = work.sequence
+    return sequence.request.image_features is not None and not sequence.new_tokens
 
 
 def _needs_host(work: Work) -> bool:
