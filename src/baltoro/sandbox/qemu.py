@@ -279,7 +279,10 @@ class Qemu:
         ram = home / (FRESH if is_booting else FROZEN)
         control, its_control = socket.socketpair()
         port, its_port = socket.socketpair()
-        with its_control, its_port, (home / "qemu.log").open("ab") as log:
+        with contextlib.ExitStack() as ours, its_control, its_port:
+            for each in (control, port):
+                ours.enter_context(each)
+            log = ours.enter_context((home / "qemu.log").open("ab"))
             command = self._command_line(
                 sandbox_id, image, limits, ram, its_control.fileno(), its_port.fileno()
             )
@@ -293,7 +296,9 @@ class Qemu:
                 stdout=log,
                 stderr=log,
             )
-        (home / "pid").write_text(str(process.pid))
+            (home / "pid").write_text(str(process.pid))  # the sweep of what fails here ends it
+            log.close()
+            ours.pop_all()
         qmp = Qmp(*await asyncio.open_unix_connection(sock=control))
         reader, writer = await asyncio.open_unix_connection(sock=port, limit=STREAM_BYTES)
         channel = Channel(Stream(reader, writer, (writer.transport,)), first_id)
