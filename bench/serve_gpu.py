@@ -266,6 +266,7 @@ def serve_all(bench: Bench, name: str, model: Model, context: int) -> None:
         )
     if bench.is_gpu and bench.decode == "resident":
         bench.section(f"{name}: kernels at batch {rows}", lambda: kernels_of(bench, engine, rows))
+    gc.unfreeze()
 
 
 def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Json:
