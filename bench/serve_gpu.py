@@ -28,7 +28,16 @@ from typing import Any
 import torch
 from provenance import commit_of
 from serve_beside import Peer
-from serve_shapes import FULL, TINY, kimi_linear, random_ids, request_of, step_bytes
+from serve_shapes import (
+    FULL,
+    TINY,
+    even_share,
+    kimi_linear,
+    random_ids,
+    request_of,
+    step_bytes,
+    visited_share,
+)
 from torch.profiler import ProfilerActivity, profile
 
 from baltoro.model.config import ModelConfig, gpu_impl
@@ -150,13 +159,17 @@ def decode_at(bench: Bench, engine: Engine, model: Model, rows: int, context: in
     step_s = (time.perf_counter() - start) / sizes.steps
     written = sum(len(sequence.new_tokens) for sequence in sequences) - written
     lengths = [len(sequence.tokens) - sizes.steps // 2 for sequence in sequences]
-    moved = step_bytes(model, engine.layout, lengths)
+    batch = engine.runner.batch
+    share = even_share(model, rows)
+    visited = share if batch is None else visited_share(model, batch, rows)
+    moved = step_bytes(model, engine.layout, lengths, visited)
     floor_s = sum(moved.values()) / bench.result["copy_bytes_per_s"]
     found = {
         "tokens_per_s": written / (step_s * sizes.steps),
         "step_ms": step_s * 1e3,
         "median_step_ms": statistics.median(times) * 1e3,
         "mean_length": sum(lengths) / rows,
+        "expert_share": {"visited": visited, "even": share},
         "moved_bytes": moved,
         "floor_ms": floor_s * 1e3,
         "share_of_floor": floor_s / step_s,

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 from baltoro.model.config import KdaConfig, MlaConfig, ModelConfig, MoeConfig
 from baltoro.model.model import Model
+from baltoro.model.moe import Router
 from baltoro.model.presets import preset
+from baltoro.ops.moe import Routing
 from baltoro.serve.layout import PoolLayout
 from baltoro.serve.request import Request
+from baltoro.serve.resident import ResidentBatch
 from baltoro.serve.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
@@ -107,27 +110,50 @@ def kimi_linear(sizes: Sizes) -> ModelConfig:
     )
 
 
-def step_bytes(model: Model, layout: PoolLayout, lengths: list[int]) -> dict[str, float]:
+def even_share(model: Model, rows: int) -> float:
+    """Mean share of a layer's experts that `rows` tokens visit if routing is even."""
+    moe = model.config.moe
+    if moe is None:
+        return 0.0
+    return 1.0 - (1.0 - moe.num_experts_per_token / moe.num_experts) ** rows
+
+
+def visited_share(model: Model, batch: ResidentBatch, rows: int) -> float:
+    """That share as it is for the next tokens of a batch, which are computed for it."""
+    shares: list[float] = []
+
+    def note(module: Router, _: object, routing: Routing) -> None:
+        visited = routing.expert_ids[:rows].unique()
+        shares.append(len(visited) / module.config.num_experts)
+
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    handles = [router.register_forward_hook(note) for router in routers]
+    batch.run(rows, is_eager=True)
+    for handle in handles:
+        handle.remove()
+    return sum(shares) / max(1, len(shares))
+
+
+def step_bytes(
+    model: Model, layout: PoolLayout, lengths: list[int], expert_share: float
+) -> dict[str, float]:
     """Bytes that one decode step of sequences of these lengths must read or write once.
 
-    Every weight but embedding and routed experts; of these E (1 - (1 - A / E)^B) of each MoE layer,
-    the mean under even routing; each KDA layer's state and window of B sequences, read and written;
-    latents of all tokens read and of B written.
+    Every weight but embedding and routed experts; of these the `expert_share` that is visited; each
+    KDA layer's state and window of B sequences, read and written; latents of all tokens read and of
+    B written.
     """
-    config, rows = model.config, len(lengths)
+    rows = len(lengths)
     experts = weights = 0
     for name, tensor in model.named_parameters():
         if ".experts." in name:
             experts += tensor.nbytes
         elif not name.startswith(("embed_tokens", "vision_tower", "mm_projector", "mtp_layers")):
             weights += tensor.nbytes
-    touched = 0.0
-    if config.moe is not None:
-        touched = 1.0 - (1.0 - config.moe.num_experts_per_token / config.moe.num_experts) ** rows
     state = 2 * (layout.state_bytes + layout.window_bytes)
     return {
         "weights": float(weights),
-        "experts": experts * touched,
+        "experts": experts * expert_share,
         "states": float(rows * len(layout.kda_layers) * state),
         "latents": float(len(layout.mla_layers) * layout.latent_bytes * (sum(lengths) + rows)),
     }

@@ -130,10 +130,13 @@ class ResidentBatch:
         self.tokens[: len(ids)] = ids
 
     @torch.inference_mode()
-    def run(self, count: int) -> Tensor:
-        """Compute the tokens of the first `count` rows; logits `[count, W]`, until the next run."""
+    def run(self, count: int, *, is_eager: bool = False) -> Tensor:
+        """Compute the tokens of the first `count` rows; logits `[count, W]`, until the next run.
+
+        `is_eager` leaves the graphs aside, so that hooks see what is computed.
+        """
         size = self._size(count)
-        if not self._graphs:
+        if is_eager or not self._graphs:
             return self._compute(size)[:count]
         graph, logits_NW = self._graphs[size]
         graph.replay()
