@@ -345,7 +345,7 @@ def main() -> None:
                 str(out),
             ]
             environment = {"PYTHONPATH": str(OURS), "PATH": os.defpath, "HOME": home}
-            subprocess.run(as_user(words), env=environment, check=True)
+            subprocess.run(as_user(words), env=environment, check=True, stdout=subprocess.DEVNULL)
             merge(options.out, {}, json.loads(out.read_text())["results"])
     else:
         run(options)
