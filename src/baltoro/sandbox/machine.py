@@ -207,11 +207,10 @@ class MachineSandbox:
 
     async def open_gate(self, allowed_hosts: tuple[str, ...], relay_id: int | None = None) -> None:
         """Let it reach some hosts: by a new relay, or by the one a snapshot brought along."""
-        channel = self.machine.channel
         if relay_id is None:
-            relay = await channel.start(RELAY_COMMAND, UNLIMITED_BYTES)
+            relay = await self.machine.channel.start(RELAY_COMMAND, UNLIMITED_BYTES)
         else:
-            relay = AgentProcess(channel, relay_id, None, UNLIMITED_BYTES)
+            relay = AgentProcess(self.machine.channel, relay_id, None, UNLIMITED_BYTES)
         self.gate = Gate(relay, allowed_hosts)
         await (self.gate.hello() if relay_id is None else self.gate.cut())
 
@@ -219,8 +218,8 @@ class MachineSandbox:
         channel = self.machine.channel
         notes = {"next_id": str(channel.next_id), "token": channel.token.hex()}
         if self.gate is not None:
-            notes["relay"] = str(self.gate.process.id)
-            notes["allowed_hosts"] = " ".join(self.gate.allowed_hosts)
+            hosts = " ".join(self.gate.allowed_hosts)
+            notes |= {"relay": str(self.gate.process.id), "allowed_hosts": hosts}
         return notes
 
     async def _quiet(self) -> None:
