@@ -159,8 +159,7 @@ class MachineSandbox:
             store = self._driver.store
             if not is_frozen:
                 await self._quiet()
-            draft = store.begin()
-            start = time.monotonic()
+            draft, start = store.begin(), time.monotonic()
             try:
                 notes = await self.machine.dump(draft, is_frozen=is_frozen, is_last=is_last)
             except (SandboxError, OSError) as error:
