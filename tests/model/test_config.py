@@ -73,6 +73,8 @@ def test_a_gpu_gets_kernels_wherever_they_serve_the_model():
         "flash",
         "triton",
     )
-    assert gpu_impl(preset("kimi-linear-48b")).kda == "torch"  # its gate has no bound
+    assert found.situ == "triton"
+    kimi = gpu_impl(preset("kimi-linear-48b"))
+    assert (kimi.kda, kimi.situ) == ("torch", "torch")  # a gate without bound, SwiGLU
     packed = replace(k3, moe=replace(k3.moe, expert_format="mxfp4"))
     assert gpu_impl(packed).moe == "torch"

@@ -265,5 +265,6 @@ def gpu_impl(model: ModelConfig) -> ImplConfig:
         ImplConfig.all("triton"),
         kda="triton" if has_kernels else "torch",
         attention="flash",
+        situ="triton" if model.activation == "situ" else "torch",
         moe="torch" if is_packed else "triton",
     )

@@ -28,7 +28,7 @@ from baltoro.optim.structure import MatrixBlocks
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_WIDE_ROWS = 128  # what the Gram form on the GPU serves
-MIN_WIDE_RATIO = 6  # long over short side: below the bound by operations, above that by traffic
+MIN_WIDE_RATIO = 2  # long over short side; faster at every one measured, 2 the least of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,9 +25,10 @@ MAX_TOKENS_PER_PROGRAM = 4  # of a forward program, which reads the query once f
 MAX_PROGRAMS = 132 * 8  # of the forward pass, for fewer tokens than fill the device
 MAX_PROGRAM_WARPS = 132 * 16  # of the backward pass; each program has a part of dq
 SUM_COLUMNS = 16
-# bf16 rows of more than `MIN_PACKED_WIDTH` numbers take the kernels of `packed` in these shapes
-PACKED_FORWARD: packed.PackedShape | None = None
-PACKED_BACKWARD: packed.PackedShape | None = None
+# bf16 rows of more than `MIN_PACKED_WIDTH` numbers take the kernels of `packed` in these shapes, if
+# any: the fastest of nine on an H200 at 9 sources of 7,168
+PACKED_FORWARD: packed.PackedShape | None = packed.PackedShape(4, 132)
+PACKED_BACKWARD: packed.PackedShape | None = packed.PackedShape(3, 264)
 MIN_PACKED_WIDTH = 4096
 
 
