@@ -6,7 +6,8 @@ from ops.earned import assert_earned, randn
 
 from baltoro.ops.attn_res import attn_res_mix
 from baltoro.ops.cross_entropy import linear_cross_entropy
-from baltoro.ops.mla import latent_attention, varlen_attention
+from baltoro.ops.mla import varlen_attention
+from baltoro.ops.mla.paged import paged_latent_attention
 from baltoro.ops.moe import moe_experts, moe_experts_mxfp4, route
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4, encode_mxfp4
 from baltoro.ops.rms_norm import gated_rms_norm, rms_norm
@@ -152,12 +153,15 @@ def test_among_equal_scores_the_lowest_id_wins(num_experts):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latent_attention_ignores_rows_beyond_the_length(dtype):
     q, kv = randn(3, 4, 40).to(dtype).cuda(), randn(3, 29, 40).to(dtype).cuda()
-    seq_lens = torch.tensor([29, 11, 1], device="cuda")
-    options = {"seq_lens": seq_lens, "kv_lora_rank": 32, "scale": 0.3}
-    expected = latent_attention(q.double(), kv.double(), **options, impl="reference")
-    for n, length in enumerate(seq_lens.tolist()):
+    page_table, lengths = torch.tensor(
+        [[[0], [1], [2]], [[29], [11], [1]]], dtype=torch.int32
+    ).cuda()
+    places = {"page_table": page_table, "lengths": lengths[:, 0]}
+    options = {**places, "kv_lora_rank": 32, "scale": 0.3}
+    expected = paged_latent_attention(q.double(), kv.double(), **options, impl="reference")
+    for n, length in enumerate(lengths[:, 0].tolist()):
         kv[n, length:] = torch.nan
-    out = latent_attention(q, kv, **options, impl="torch")
+    out = paged_latent_attention(q, kv, **options, impl="torch")
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
