@@ -64,7 +64,7 @@ def one_death(driver: str, folder: Path, ledger: Ledger, *, step: int, after_s: 
         if not step:
             time.sleep(after_s)
             daemon.kill()
-        lines = daemon.stdout.read().splitlines()
+        lines = daemon.stdout.read().rpartition("\n")[0].splitlines()  # no line cut short
         code = daemon.wait()
     assert code == -9, (folder / "errors").read_text()[-3000:]
     for line in lines:

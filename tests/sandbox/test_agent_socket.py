@@ -85,7 +85,9 @@ def test_what_is_written_while_nobody_listens_comes_later(agent, tmp_path):
         process = await channel.start(sh(text), ROOM)
         await channel.quiet()
         await channel.go_on()
+        writer = channel._writer
         await channel.detach()
+        await writer.wait_closed()
         gate.touch()
         await asyncio.sleep(0.2)  # the command ends without a host
         channel.reattach(await connect(path))
