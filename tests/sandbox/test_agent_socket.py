@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable
@@ -78,18 +80,25 @@ def test_a_command_talks_on_over_the_next_connection(agent, tmp_path):
     run(agent, tmp_path, body)
 
 
-def test_what_is_written_while_nobody_listens_comes_later(agent, tmp_path):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_is_written_while_nobody_listens_comes_later(agent, tmp_path, is_late):
+    """`is_late`: the agent hears of the output and of the hang-up at once."""
+
     async def body(path, channel):
         gate = tmp_path / "gate"
-        text = f"while ! test -e {gate}; do sleep 0.01; done; echo late; exit 3"
+        text = f"echo $PPID; while ! test -e {gate}; do sleep 0.01; done; echo late; exit 3"
         process = await channel.start(sh(text), ROOM)
+        pid = int(await line(process))
         await channel.quiet()
-        await channel.go_on()
+        if is_late:
+            os.kill(pid, signal.SIGSTOP)
         writer = channel._writer
+        await channel.go_on()
         await channel.detach()
         await writer.wait_closed()
         gate.touch()
         await asyncio.sleep(0.2)  # the command ends without a host
+        os.kill(pid, signal.SIGCONT)
         channel.reattach(await connect(path))
         result = await process.wait()
         assert (result.stdout, result.exit_code) == (b"late\n", 3)

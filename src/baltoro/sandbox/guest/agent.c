@@ -77,6 +77,7 @@ static int listener = -1; /* where hosts connect, if they do; host_in and host_o
 static unsigned char token[TOKEN];
 static int has_token, is_quiet, is_port;
 static unsigned char frame[MAX_FRAME + 1], piece[PIECE];
+static struct { char kind; uint32_t id, size; unsigned char data[PIECE]; } held;
 
 static void close_end(int *fd) {
     if (*fd >= 0) close(*fd);
@@ -102,7 +103,8 @@ static void accept_host(void) {
 
 static int is_still(void) { return is_quiet || host_out < 0; }
 
-static void write_all(int fd, const void *data, size_t size) {
+/* Returns 0 if the host of a socket went away meanwhile. */
+static int write_all(int fd, const void *data, size_t size) {
     const char *at = data;
     while (size > 0) {
         ssize_t n = write(fd, at, size);
@@ -115,14 +117,16 @@ static void write_all(int fd, const void *data, size_t size) {
             }
             if (listener < 0) _exit(3);
             if (fd == host_out) drop_host();
-            return;
+            return 0;
         }
         at += n;
         size -= (size_t)n;
     }
+    return 1;
 }
 
-static void send_frame(char kind, uint32_t id, const void *data, uint32_t size) {
+/* Returns 0 if no host of a socket took it. */
+static int send_frame(char kind, uint32_t id, const void *data, uint32_t size) {
     static unsigned char out[PIECE + 9 + TOKEN];
     size_t head = has_token ? 9 + TOKEN : 9;
     memcpy(out, &size, 4);
@@ -130,10 +134,15 @@ static void send_frame(char kind, uint32_t id, const void *data, uint32_t size) 
     memcpy(out + 5, &id, 4);
     memcpy(out + 9, token, head - 9);
     if (size) memcpy(out + head, data, size);
-    if (host_out >= 0) write_all(host_out, out, size + head);
+    return host_out >= 0 && write_all(host_out, out, size + head);
 }
 
-static void send_number(char kind, uint32_t id, uint32_t value) { send_frame(kind, id, &value, 4); }
+static int send_number(char kind, uint32_t id, uint32_t value) { return send_frame(kind, id, &value, 4); }
+
+/* Output that was read when its host turned out to be gone; the next one gets it first. */
+static void send_held(void) {
+    if (held.kind && send_frame(held.kind, held.id, held.data, held.size)) held.kind = 0;
+}
 
 /* A pipe's end means the host is gone for good; a virtio port's, that nobody is connected just now. */
 static void await_host(void) {
@@ -441,13 +450,17 @@ static void serve_frame(void) {
 /* Returns 1 while the stream may hold more. After the command's exit its output is read and dropped,
  * so that a daemon it left behind does not die of a closed pipe. */
 static int pump(struct job *job, int *fd, char kind) {
+    if (is_still()) return 0;
     ssize_t n = read(*fd, piece, PIECE);
     if (n < 0 && (errno == EINTR || errno == EAGAIN)) return n < 0 && errno == EINTR;
     if (n <= 0) {
         close_end(fd);
         return 0;
     }
-    if (!job->is_muted) send_frame(kind, job->id, piece, (uint32_t)n);
+    if (!job->is_muted && !send_frame(kind, job->id, piece, (uint32_t)n)) {
+        held.kind = kind, held.id = job->id, held.size = (uint32_t)n;
+        memcpy(held.data, piece, (size_t)n);
+    }
     return 1;
 }
 
@@ -461,7 +474,7 @@ static void finish(struct job *job) {
         for (int i = 0; i < 64 && is_readable(job->out) && pump(job, &job->out, 'O'); i++) {}
         for (int i = 0; i < 64 && is_readable(job->err) && pump(job, &job->err, 'e'); i++) {}
         if (is_readable(job->out) || is_readable(job->err)) return;
-        send_number('Z', job->id, (uint32_t)job->status);
+        if (!send_number('Z', job->id, (uint32_t)job->status)) return;
         job->is_muted = 1;
         close_end(&job->in);
     }
@@ -516,6 +529,7 @@ int main(int argc, char **argv) {
     sigaction(SIGCHLD, &action, NULL);
     send_frame('h', 0, NULL, 0);
     for (;;) {
+        if (!is_still()) send_held();
         struct pollfd polls[FIXED_POLLS + 2 * MAX_JOBS] = {
             {host_in, POLLIN, 0}, {child_pipe[0], POLLIN, 0}, {listener, POLLIN, 0}};
         int *ends[FIXED_POLLS + 2 * MAX_JOBS], num_polls = FIXED_POLLS;
