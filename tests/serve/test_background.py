@@ -109,6 +109,26 @@ def test_a_call_that_ends_the_thread_is_answered_and_so_are_later_ones(
     assert not background.is_alive
 
 
+def test_a_call_whose_caller_left_is_not_made_and_ends_nothing(nano: Model) -> None:
+    background = BackgroundEngine(Engine(nano, EngineConfig(pool_tokens=2000)))
+    is_held, made = threading.Event(), list[str]()
+
+    async def run() -> None:
+        holding = asyncio.create_task(background.call(lambda _: is_held.wait(20.0)))
+        leaving = asyncio.create_task(background.call(lambda _: made.append("left")))
+        await asyncio.sleep(0)  # both are queued
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        is_held.set()
+        assert await asyncio.wait_for(holding, 20.0)
+        await asyncio.wait_for(background.call(lambda _: made.append("stayed")), 20.0)
+        await background.drain(1.0)
+
+    asyncio.run(run())
+    assert made == ["stayed"]
+
+
 def test_a_refused_request_keeps_nothing_alive(nano: Model) -> None:
     background = BackgroundEngine(Engine(nano, EngineConfig(pool_tokens=2000)))
 

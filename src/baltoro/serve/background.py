@@ -186,7 +186,9 @@ def _nothing() -> None:
 
 def _settle(future: "Future[T]", function: Callable[[Engine], T], engine: Engine) -> None:
     try:
-        future.set_result(function(engine))
+        # not for one who left meanwhile: an answer to a cancelled future would end the thread
+        if future.set_running_or_notify_cancel():
+            future.set_result(function(engine))
     except (ValueError, RuntimeError) as error:
         future.set_exception(error)
     finally:
