@@ -15,6 +15,7 @@ from baltoro.model.model import Model
 from baltoro.model.presets import preset
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.pages import Table
 from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.request import Request, Sequence
 from baltoro.serve.resident import Place, ResidentBatch, ladder
@@ -146,6 +147,19 @@ def test_a_stop_token_ends_a_reply_whose_next_token_was_computed_ahead() -> None
     assert written(first) == plain[: plain.index(stop) + 1] and first.finish_reason == "stop"
     assert written(second) == written(alone(TINY, request(ids(13, 1), 12)))
     assert served.cache.device.num_available == served.cache.config.num_pages
+
+
+def test_no_page_is_had_ahead_for_a_reply_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = engine("resident")
+    size, grow, lengths = served.layout.page_size, served.cache.grow, list[int]()
+
+    def watched(table: Table, num_tokens: int) -> bool:
+        lengths.append(num_tokens)
+        return grow(table, num_tokens)
+
+    monkeypatch.setattr(served.cache, "grow", watched)
+    served.generate([request(ids(size - 2), 3)])
+    assert max(lengths) == size  # the third token is drawn and never computed
 
 
 def test_a_picture_s_last_row_behind_a_cached_prefix_is_seen() -> None:

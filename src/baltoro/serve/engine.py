@@ -233,7 +233,8 @@ class Engine:
     def _grow_ahead(self, plan: StepPlan) -> None:
         """Have a page for the token after the next one, where that is to be had."""
         for work in plan.works:
-            if work.stop % self.layout.page_size == 0 and work.is_sampled:
+            goes_on = work.is_sampled and work.sequence.num_left > 1
+            if goes_on and work.stop % self.layout.page_size == 0:
                 assert work.sequence.table is not None
                 self.cache.grow(work.sequence.table, work.stop + 1)
 
