@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from baltoro.sandbox.chunks import MAX_PAGES, PAGE_BYTES, cut
 from baltoro.sandbox.manifest import check_fits
 from baltoro.sandbox.protocol import Limits, SandboxError, SnapshotError
 from baltoro.sandbox.store import Draft, Store
+from baltoro.sandbox.tree import merge_layers
 
 FIELDS = {
     "driver": "test",
@@ -146,6 +148,27 @@ def test_a_half_that_was_put_together_again_is_packed_again(store):
     assert not folder.exists()
 
 
+def test_two_who_wake_a_packed_snapshot_at_once_get_one_whole_half(store):
+    kept = store.commit(filled(store, pages(1)), **FIELDS)
+    store.pack(kept.id)
+    store.lend(kept.id)
+    assemble, begun, others = store._chunks.assemble, [], []
+
+    def assemble_while_another_asks(names, target):
+        begun.append(target)
+        if len(begun) == 1:
+            others.append(pool.submit(store.memory_path, kept.id))
+            wait(others, timeout=0.1)
+        assemble(names, target)
+
+    store._chunks.assemble = assemble_while_another_asks
+    with ThreadPoolExecutor(1) as pool:
+        folder = store.memory_path(kept.id)
+    assert others[0].result() == folder
+    assert (folder / "pages.img").read_bytes() == pages(1)
+    assert len(begun) == 1
+
+
 def test_chunks_being_packed_outlive_what_is_deleted_meanwhile(store):
     """A collection runs between the two files of a memory half, before any manifest names them."""
     other = store.commit(filled(store, b"other"), **FIELDS)
@@ -202,6 +225,20 @@ def test_many_layers_become_one_and_branches_keep_theirs(store):
     again.delete(third.id)
     assert list((store.root / "payloads").iterdir()) == []
     again.close()
+
+
+def test_a_snapshot_deleted_while_it_is_flattened_stays_deleted(store, monkeypatch):
+    first = store.commit(filled(store, b"m", {"a": "1"}), **FIELDS)
+    second = store.commit(filled(store, b"m", {"b": "2"}), base_layers=first.layers, **FIELDS)
+
+    def merge_while_it_is_evicted(layers, target):
+        merge_layers(layers, target)
+        store.delete(second.id)
+
+    monkeypatch.setattr("baltoro.sandbox.store.merge_layers", merge_while_it_is_evicted)
+    store.flatten(second.id)
+    assert store.ids() == [first.id]
+    assert [path.name for path in (store.root / "payloads").iterdir()] == [first.id]
 
 
 @pytest.fixture

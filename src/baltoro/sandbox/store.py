@@ -83,6 +83,7 @@ class Store:
         self._pins: Counter[str] = Counter()
         self._loans: Counter[str] = Counter()
         self._turn = threading.RLock()
+        self._assembly = threading.Lock()
         self._drafts: set[str] = set()
         self.recovered = self.recover()
 
@@ -97,8 +98,9 @@ class Store:
 
     def get(self, snapshot_id: str) -> Manifest:
         """A manifest, marked as used now. `SnapshotError` if there is none."""
-        manifest = self._find(snapshot_id)
-        self._files.touch(snapshot_id)
+        with self._turn:
+            manifest = self._find(snapshot_id)
+            self._files.touch(snapshot_id)
         return manifest
 
     def begin(self) -> Draft:
@@ -174,7 +176,9 @@ class Store:
         """The memory half as a folder, put together from chunks if it was packed."""
         manifest = self.get(snapshot_id)
         folder = self._payload(snapshot_id) / "memory"
-        if not folder.exists():
+        with self._assembly:  # who waited finds it done
+            if folder.exists():
+                return folder
             work = folder.with_name("memory.work")
             shutil.rmtree(work, ignore_errors=True)
             try:
@@ -185,8 +189,7 @@ class Store:
                 named = self.named(error, f"snapshot {snapshot_id}: reading it from chunks")
                 shutil.rmtree(work, ignore_errors=True)
                 raise named from error
-            work.rename(folder)
-        return folder
+            return work.rename(folder)
 
     def layer_paths(self, snapshot_id: str) -> list[Path]:
         """The writable layers of a snapshot as read-only folders, oldest first."""
@@ -222,7 +225,7 @@ class Store:
         return new_bytes
 
     def flatten(self, snapshot_id: str) -> None:
-        """Make one layer of its layers; those that nobody else needs go. Not if it is lent."""
+        """Make one layer of its layers, unless it is lent or deleted meanwhile; unused ones go."""
         manifest = self._find(snapshot_id)
         draft = self.begin()
         try:
@@ -231,7 +234,8 @@ class Store:
             if self.is_durable:
                 sync_tree(self._payload(draft.id))
             with self._turn:
-                if self._loans[snapshot_id]:  # its layers are mounted by now
+                is_gone = snapshot_id not in self._manifests
+                if is_gone or self._loans[snapshot_id]:  # lent: its layers are mounted by now
                     return self.abandon(draft)
                 self._write(replace(manifest, layers=(draft.id,)))
         except OSError as error:
@@ -262,7 +266,8 @@ class Store:
 
     def unpin(self, snapshot_id: str) -> None:
         """Undo one `pin`."""
-        self._pins[snapshot_id] = max(0, self._pins[snapshot_id] - 1)
+        with self._turn:
+            self._pins[snapshot_id] = max(0, self._pins[snapshot_id] - 1)
 
     def lend(self, snapshot_id: str) -> None:
         """Pin a snapshot whose halves are read as they lie here, until `give_back` as often."""
@@ -375,9 +380,7 @@ class Store:
     def _enforce_quota(self, keep: str) -> None:
         if self.usage().stored_bytes <= self.quota_bytes:
             return
-        for snapshot_id in self.ids():
-            if snapshot_id == keep or self._pins[snapshot_id]:
-                continue
+        for snapshot_id in [i for i in self.ids() if i != keep and not self._pins[i]]:
             self.delete(snapshot_id)
             if self.usage().stored_bytes <= self.quota_bytes:
                 return
