@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+import baltoro.sandbox.qmp as qmp_room
 from baltoro.sandbox.protocol import SandboxError
 from baltoro.sandbox.qmp import Qmp
 
@@ -102,3 +103,12 @@ def test_a_machine_waits_for_the_thread_that_saved_it_before_it_goes_on():
     states = [[{"return": {"status": name}}] for name in ("finish-migrate", "postmigrate")]
     heard = talk({"query-status": states}, lambda qmp: qmp.settle())
     assert heard == ["query-status", "query-status"]
+
+
+def test_a_qemu_that_does_not_answer_is_named(monkeypatch):
+    async def stop(qmp: Qmp) -> None:
+        monkeypatch.setattr(qmp_room, "REPLY_TIMEOUT_S", 0.05)
+        await qmp.run("stop")
+
+    with pytest.raises(SandboxError, match=r"did not answer within 0\.05 s"):
+        talk({"stop": [[]]}, stop)

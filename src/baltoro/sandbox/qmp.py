@@ -77,6 +77,10 @@ class Qmp:
     async def _line(self) -> dict[str, Any]:
         try:
             line = await asyncio.wait_for(self._reader.readline(), REPLY_TIMEOUT_S)
+        except TimeoutError:
+            raise SandboxError(
+                f"qemu did not answer within {REPLY_TIMEOUT_S} s; destroy the sandbox"
+            ) from None
         except ConnectionError:
             line = b""
         if not line:
