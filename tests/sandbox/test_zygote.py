@@ -322,6 +322,23 @@ def test_programs_die_with_the_server_and_the_next_has_a_new_one(tmp_path):
     run(tmp_path, body)
 
 
+def test_programs_that_begin_at_once_share_one_server(tmp_path):
+    async def body(driver, sandbox):
+        results = await asyncio.gather(
+            *(sandbox.exec(python("import os; print(os.getppid())")) for _ in range(4))
+        )
+        assert {int(result.stdout) for result in results} == {driver._server.pid}
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        servers = [
+            child
+            for child in children.split()
+            if b"zygote.py" in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        assert servers == [str(driver._server.pid)]
+
+    run(tmp_path, body)
+
+
 def test_destroy_ends_what_a_program_left_behind(tmp_path):
     async def body(driver, sandbox):
         text = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid)"

@@ -208,6 +208,7 @@ class ZygoteDriver(ProcessDriver):
         super().__init__(root, store)
         self._server: asyncio.subprocess.Process | None = None
         self._requests: socket.socket | None = None
+        self._server_turn = asyncio.Lock()
         self._children: dict[int, ZygoteChild] = {}
 
     async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[ProcessSandbox]:
@@ -227,8 +228,9 @@ class ZygoteDriver(ProcessDriver):
 
     async def spawn(self, request: Mapping[str, object]) -> ZygoteChild:
         """A new program."""
-        if self._requests is None:
-            await self._start_server()
+        async with self._server_turn:
+            if self._requests is None:
+                await self._start_server()
         assert self._requests is not None
         return await self._meet(_offer(self._requests, request))
 
