@@ -7,7 +7,6 @@ ids, and `attach` continues to read one that was started before.
 
 import asyncio
 import errno
-import itertools
 import os
 import secrets
 import struct
@@ -55,7 +54,7 @@ class Channel:
         self._reader = stream.reader
         self._writer = stream.writer
         self._transports = stream.transports
-        self._ids = itertools.count(first_id)
+        self.next_id = first_id  # the first one that a successor of this channel may use
         self._queues: dict[int, asyncio.Queue[Frame]] = {}
         self._room_bytes: dict[int, int] = {}  # of output, kept until somebody reads it
         self.token = b""  # in every frame of the agent from `secure` on, also after a snapshot
@@ -70,13 +69,6 @@ class Channel:
         """Count the agent as gone when this process ends; a FIFO alone never tells."""
         self._pidfd = os.pidfd_open(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._lose, "its first process ended")
-
-    @property
-    def next_id(self) -> int:
-        """The id a successor of this channel may begin with."""
-        value = next(self._ids)
-        self._ids = itertools.chain([value], self._ids)  # type: ignore[assignment]
-        return value
 
     async def hello(self, timeout_s: float) -> None:
         """Wait for a new agent's first frame. `SandboxError` if it does not come."""
@@ -112,7 +104,8 @@ class Channel:
 
     def new_id(self) -> int:
         """A fresh id."""
-        return next(self._ids)
+        self.next_id += 1
+        return self.next_id - 1
 
     async def receive(self, queue: asyncio.Queue[Frame]) -> Frame:
         """The next frame of a queue. `SandboxError` once the agent is gone and it is empty."""
