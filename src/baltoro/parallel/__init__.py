@@ -1,0 +1,1 @@
+"""Several processes: plans that are applied to a model from outside."""
