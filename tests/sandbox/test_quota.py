@@ -1,6 +1,7 @@
 """The watch over a writable layer that no filesystem bounds."""
 
 import asyncio
+import os
 
 import pytest
 
@@ -31,6 +32,15 @@ def test_a_sandbox_that_writes_on_is_ended_once_and_told_why(tmp_path, monkeypat
         watch.stop()
 
     asyncio.run(main())
+
+
+def test_files_too_deep_to_be_counted_end_it_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(20):
+        os.mkdir("a" * 250)
+        os.chdir("a" * 250)
+    with pytest.raises(LimitError, match="too deep"):
+        asyncio.run(DiskWatch(tmp_path, (), LIMIT).check())
 
 
 def test_files_of_layers_count_unless_they_are_replaced(tmp_path):

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from baltoro.sandbox.protocol import LimitError
 from baltoro.sandbox.tree import (
     OPAQUE,
     is_whiteout,
     merge_layers,
     open_inside,
+    remove_tree,
     seal_tree,
     stack_bytes,
     tree_bytes,
@@ -55,6 +57,26 @@ def test_a_sealed_copy_keeps_modes_times_and_links(tmp_path):
     assert (stat.S_IMODE(copy.st_mode), copy.st_mtime_ns) == (0o640, 2)
     assert os.readlink(tmp_path / "copy/link") == "deep/file"
     assert sealed.copied_bytes == 4
+
+
+@pytest.mark.parametrize(("name", "depth"), [("a", 1200), ("b" * 250, 20)])
+def test_folders_too_deep_to_walk_are_refused_and_removed(tmp_path, monkeypatch, name, depth):
+    source = tmp_path / "source"
+    source.mkdir()
+    monkeypatch.chdir(source)
+    for _ in range(depth):
+        os.mkdir(name)
+        os.chdir(name)
+    with open("file", "w") as file:
+        file.write("out of sight")
+    with pytest.raises((RecursionError, OSError)):
+        tree_bytes(source)
+    with pytest.raises(LimitError, match="folders"):
+        seal_tree(source, tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    remove_tree(source)
+    remove_tree(tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_what_changed_is_copied_again(tmp_path):

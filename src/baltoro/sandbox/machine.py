@@ -7,7 +7,6 @@ file owns what they share: commands and files through the agent's channel, the o
 
 import asyncio
 import contextlib
-import shutil
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
@@ -328,7 +327,7 @@ class MachineDriver:
         for key, made in list(self._keys.items()):
             if made.done() and not made.exception() and made.result().id == sandbox_id:
                 del self._keys[key]
-        await asyncio.to_thread(shutil.rmtree, self.root / sandbox_id)
+        await asyncio.to_thread(remove_tree, self.root / sandbox_id)
 
     async def _boot(self, image: Image, limits: Limits, net: Net) -> MachineSandbox:
         async with self._making() as home:

@@ -39,7 +39,7 @@ from baltoro.sandbox.protocol import (
     check_branches,
 )
 from baltoro.sandbox.store import Store
-from baltoro.sandbox.tree import Sealed, open_inside, seal_tree
+from baltoro.sandbox.tree import Sealed, open_inside, remove_tree, seal_tree
 
 MARK = "BALTORO_SANDBOX"
 VERSION = "1"
@@ -192,7 +192,7 @@ class ProcessSandbox:
             await process.end()
         self._processes.clear()
         _kill_marked(self.id)
-        await asyncio.to_thread(shutil.rmtree, self.home)
+        await asyncio.to_thread(remove_tree, self.home)
         self._driver.forget(self.id)
 
     def pids(self) -> list[int]:
@@ -274,7 +274,7 @@ class ProcessDriver:
         for home in sorted(self.root.iterdir()):
             if home.name not in self._sandboxes:
                 _kill_marked(home.name)
-                await asyncio.to_thread(shutil.rmtree, home)
+                await asyncio.to_thread(remove_tree, home)
                 lines.append(f"sandbox {home.name}: left behind by an earlier driver")
         return lines
 
@@ -294,7 +294,7 @@ class ProcessDriver:
         sandbox.home.mkdir()
         try:
             await asyncio.to_thread(seal_tree, image.root, sandbox.files)
-        except OSError as error:
+        except (OSError, SandboxError) as error:
             named = self.store.named(error, f"sandbox {sandbox.id}: copying its image")
             await sandbox.destroy()
             raise named from error

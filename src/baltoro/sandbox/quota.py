@@ -42,8 +42,12 @@ class DiskWatch:
             self._task.cancel()
 
     async def check(self) -> None:
-        """Measure now. `LimitError` if there is too much."""
-        size = await asyncio.to_thread(self._measure)
+        """Measure now. `LimitError` if there is too much, or what cannot be measured."""
+        try:
+            size = await asyncio.to_thread(self._measure)
+        except (RecursionError, OSError) as error:
+            self.verdict = f"its folders lie too deep in each other for limits.disk_bytes ({error})"
+            raise LimitError(f"{self._upper}: {self.verdict}; remove some") from error
         if size > self._limit_bytes:
             self.verdict = f"it wrote {size} bytes of files, limits.disk_bytes={self._limit_bytes}"
             raise LimitError(f"{self._upper}: {self.verdict}; delete some or raise it")

@@ -12,13 +12,15 @@ import os
 import shutil
 import stat
 import time
+import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from baltoro.sandbox.protocol import SnapshotError
+from baltoro.sandbox.protocol import LimitError, SnapshotError
 
 MAX_LINKS = 40
+MAX_DEPTH = 500  # of folders in a sealed copy: half of what Python can walk
 REMOVE_TRIES = 500
 LOCK_TRIES = 100
 OPAQUE = "trusted.overlay.opaque"
@@ -86,10 +88,17 @@ def seal_tree(source: Path, target: Path, previous: Sealed | None = None) -> Sea
 
     Its users must be frozen meanwhile. A file unchanged since `previous` becomes a hard link to
     that copy. Unchanged means: same inode, size and change time, which programs inside cannot
-    set.
+    set. Raises `LimitError` if its folders lie too deep in each other.
     """
     sealed = Sealed(root=target, seen={}, copied_bytes=0)
-    copied = _seal_folder(source, target, "", previous, sealed.seen)
+    try:
+        copied = _seal_folder(source, target, "", previous, sealed.seen)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise LimitError(
+            f"{source}: {error.strerror}; remove folders that lie in others"
+        ) from error
     return replace(sealed, copied_bytes=copied)
 
 
@@ -106,10 +115,13 @@ def is_whiteout(st: os.stat_result) -> bool:
 
 
 def tree_bytes(root: Path) -> int:
-    """Bytes on disk below `root`; a hard-linked file counts once."""
+    """Bytes on disk below `root`; a hard-linked file counts once.
+
+    Raises `RecursionError` or `OSError` if folders lie too deep in each other to be counted.
+    """
     seen = set()
     total = 0
-    for folder, _, names in os.walk(root):
+    for folder, _, names in os.walk(root, onerror=_refuse_long):
         for name in names:
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 st = os.lstat(os.path.join(folder, name))
@@ -136,12 +148,16 @@ def own_folder(root: Path) -> TextIO:
 
 
 def remove_tree(root: Path) -> None:
-    """Remove a folder into which the dump of a dead owner may still be writing."""
+    """Remove a folder, however deep, into which the dump of a dead owner may still be writing."""
     for _ in range(REMOVE_TRIES):
         try:
             return shutil.rmtree(root)
+        except RecursionError:
+            _lift_folders(root)
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+            if error.errno == errno.EMFILE:  # one is open for each level
+                _lift_folders(root)
+            elif error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
                 raise
             time.sleep(0.01)
     raise SnapshotError(f"{root}: does not become empty; another process writes into it")
@@ -175,13 +191,13 @@ def sync_tree(root: Path) -> None:
 
 
 def stack_bytes(layers: list[Path]) -> int:
-    """Bytes on disk of the files that a stack of layers shows, oldest first."""
+    """Bytes on disk of the files that a stack of layers shows, oldest first; raises as above."""
     sizes: dict[tuple[int, int], int] = {}  # by inode
     names_above: set[str] = set()  # of files and whiteouts: they hide what is called so below
     closed: set[str] = set()  # opaque folders, which hide all below
     for layer in reversed(layers):
         opaque = set()
-        for folder, folders, names in os.walk(layer):
+        for folder, folders, names in os.walk(layer, onerror=_refuse_long):
             place = os.path.relpath(folder, layer)
             with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                 if OPAQUE in os.listxattr(folder):
@@ -198,6 +214,23 @@ def stack_bytes(layers: list[Path]) -> int:
     return sum(sizes.values())
 
 
+def _refuse_long(error: OSError) -> None:
+    if error.errno == errno.ENAMETOOLONG:
+        raise error
+
+
+def _lift_folders(root: Path) -> None:
+    """Bring all folders below `root` to its first level, so that none is too deep to be removed."""
+    todo = [root]
+    while todo:
+        folder = todo.pop()
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                lifted = root / uuid.uuid4().hex
+                os.rename(entry.path, lifted)
+                todo.append(lifted)
+
+
 def _kind(name: str, dir_fd: int) -> int | None:
     try:
         return stat.S_IFMT(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode)
@@ -212,6 +245,8 @@ def _seal_folder(
     previous: Sealed | None,
     seen: dict[str, tuple[int, int, int]],
 ) -> int:
+    if place.count("/") > MAX_DEPTH:
+        raise LimitError(f"more than {MAX_DEPTH} folders lie in each other: ...{place[-40:]}")
     copied = 0
     target.mkdir(parents=True)
     for name in os.listdir(source):
