@@ -293,6 +293,12 @@ def test_a_create_that_was_given_up_is_found_by_its_key_and_one_that_failed_leav
             with pytest.raises(SandboxError, match="disk is full"):
                 await driver.create(image, Limits(), Net(), key="other")
         assert len(list(driver.root.iterdir())) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "seal_tree", full)
+            given_up = asyncio.ensure_future(driver.create(image, Limits(), Net(), key="other"))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            await asyncio.wait(list(driver._keys.values()))
         again = await driver.create(image, Limits(), Net(), key="other")
         assert await again.read("hello.txt") == b"from the image"
 

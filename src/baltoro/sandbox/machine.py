@@ -273,11 +273,13 @@ class MachineDriver:
         # Under its key from the first moment: a caller that gave up finds it by asking again.
         made = asyncio.ensure_future(self._boot(image, limits, net))
         self._keys[key] = made
-        try:
-            return await asyncio.shield(made)
-        except SandboxError:
-            self._keys.pop(key, None)
-            raise
+
+        def drop_failed(done: asyncio.Future[MachineSandbox]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                self._keys.pop(key, None)
+
+        made.add_done_callback(drop_failed)
+        return await asyncio.shield(made)
 
     async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[MachineSandbox]:
         check_branches(num_branches)

@@ -249,11 +249,13 @@ class ProcessDriver:
         if key is None:
             return await asyncio.shield(made)
         self._keys[key] = made
-        try:
-            return await asyncio.shield(made)
-        except SandboxError:
-            self._keys.pop(key, None)
-            raise
+
+        def drop_failed(done: asyncio.Future[ProcessSandbox]) -> None:
+            if done.cancelled() or done.exception() is not None:
+                self._keys.pop(key, None)
+
+        made.add_done_callback(drop_failed)
+        return await asyncio.shield(made)
 
     async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[ProcessSandbox]:
         check_branches(num_branches)
