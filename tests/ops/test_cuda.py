@@ -150,6 +150,20 @@ def test_among_equal_scores_the_lowest_id_wins(num_experts):
     assert (routing.expert_ids.cpu() == torch.tensor([6, 0, 1, 2, 3])).all()
 
 
+def test_a_replay_may_lie_on_the_host_or_the_device():
+    logits = randn(300, 8).float()
+    replay = randn(300, 8, seed=1).argsort(-1)[:, :2]
+    replay[::3] = -1
+    options = {"activation": "sigmoid", "renormalize": True, "scaling_factor": 1.0}
+    options["num_experts_per_token"] = 2
+    expected = route(logits, None, replay_ids=replay, **options)
+    for ids in (replay, replay.pin_memory(), replay.cuda()):
+        routing = route(logits.cuda(), None, replay_ids=ids, **options)
+        assert torch.equal(routing.expert_ids.cpu(), expected.expert_ids)
+        assert routing.num_rerouted == expected.num_rerouted == 100
+        torch.testing.assert_close(routing.weights.cpu(), expected.weights)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_latent_attention_ignores_rows_beyond_the_length(dtype):
     q, kv = randn(3, 4, 40).to(dtype).cuda(), randn(3, 29, 40).to(dtype).cuda()

@@ -3,6 +3,7 @@ import torch
 from ops.earned import randn
 from torch.autograd import gradcheck
 
+from baltoro.ops.impl import ImplError
 from baltoro.ops.moe import route
 
 
@@ -129,3 +130,80 @@ def test_scores_carry_the_router_s_gradient_when_asked_for_and_are_the_same():
     (grad,) = torch.autograd.grad(routing.scores.sum(), logits)
     expected = torch.sigmoid(logits) * (1 - torch.sigmoid(logits))
     torch.testing.assert_close(grad, expected)
+
+
+def test_replayed_experts_outside_the_own_choice_are_weighed_with_the_own_scores():
+    logits, bias = randn(20, 8).requires_grad_(), randn(8, seed=1)
+    worst = (torch.sigmoid(logits) + bias).sort(-1).indices[:, :3]
+    options = {"num_experts_per_token": 3, "scaling_factor": 2.5}
+    own = choose(logits, bias, **options)
+    assert not (own.expert_ids.unsqueeze(-1) == worst.unsqueeze(1)).any()
+    routing = choose(logits, bias, replay_ids=worst, **options)
+    assert torch.equal(routing.expert_ids, worst) and routing.num_rerouted == 0
+    assert torch.equal(routing.scores, own.scores)
+    is_replayed = torch.zeros(20, 8, dtype=torch.bool).scatter_(1, worst, True)
+    dense = torch.where(is_replayed, torch.sigmoid(logits), 0.0)
+    dense = 2.5 * dense / dense.sum(-1, keepdim=True)
+    assert routing.weights.min() > 0
+    torch.testing.assert_close(routing.weights, dense.gather(1, worst), rtol=1e-14, atol=0)
+    pull = randn(20, 8, seed=2)
+    (grad,) = torch.autograd.grad((routing.weights * pull.gather(1, worst)).sum(), logits)
+    (expected,) = torch.autograd.grad((dense * pull).sum(), logits)
+    torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(grad != 0, is_replayed)
+
+
+def test_missing_rows_of_a_replay_are_routed_anew_and_counted():
+    logits, bias = randn(6, 8).float(), randn(8, seed=1).float()
+    own = choose(logits, bias)
+    replay = own.expert_ids.clone()
+    replay[0] = (replay[0] + 1) % 8
+    replay[[1, 4, 5]] = -1
+    routing = choose(logits, bias, replay_ids=replay)
+    assert routing.num_rerouted == 3
+    assert torch.equal(routing.expert_ids[0], replay[0])
+    assert torch.equal(routing.expert_ids[1:], own.expert_ids[1:])
+    assert torch.equal(routing.weights[1:], own.weights[1:])
+    assert choose(logits, bias, replay_ids=torch.full((6, 2), -1)).num_rerouted == 6
+    assert choose(torch.zeros(0, 8), replay_ids=own.expert_ids[:0]).num_rerouted == 0
+
+
+def test_replayed_experts_stay_in_their_order_and_ignore_groups():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    replay = torch.tensor([[3, 0]])
+    routing = choose(logits, num_groups=2, topk_groups=1, replay_ids=replay)
+    assert torch.equal(routing.expert_ids, replay)
+    assert routing.weights[0, 1] > routing.weights[0, 0] > 0
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ([0, 8], r"different ids in \[0, 8\)"),
+        ([-2, 3], r"different ids in \[0, 8\)"),
+        ([3, -1], "-1 throughout"),
+        ([5, 5], "holds 2 different ids"),
+    ],
+)
+def test_a_row_of_a_replay_that_is_no_choice_is_named(row, reason):
+    replay = torch.tensor([[0, 1], [-1, -1], row])
+    with pytest.raises(ValueError, match=rf"replay_ids\[2\] is \[{row[0]}, {row[1]}\].*{reason}"):
+        choose(torch.zeros(3, 8), replay_ids=replay)
+
+
+def test_a_replay_of_another_shape_or_dtype_is_named():
+    logits = torch.zeros(3, 8)
+    for shape in ((3, 3), (2, 2), (6,)):
+        with pytest.raises(
+            ValueError, match=r"replay_ids is torch\.int64 .*expected int64 \[3, 2\]"
+        ):
+            choose(logits, replay_ids=torch.zeros(shape, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"replay_ids is torch\.int32 \[3, 2\]; expected int64"):
+        choose(logits, replay_ids=torch.tensor([[0, 1]] * 3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="replay_ids is on meta"):
+        choose(logits, replay_ids=torch.zeros(3, 2, dtype=torch.int64, device="meta"))
+
+
+def test_the_kernel_refuses_a_replay():
+    with torch.no_grad(), pytest.raises(ImplError, match="'triton' does not serve replay_ids"):
+        choose(torch.zeros(1, 8), replay_ids=torch.tensor([[0, 1]]), impl="triton")

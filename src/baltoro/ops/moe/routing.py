@@ -16,6 +16,7 @@ class Routing(NamedTuple):
     scores: Tensor  # [T, E] unbiased, without gradient unless it was asked for
     expert_ids: Tensor  # int64 [T, A], best first
     weights: Tensor  # [T, A], carries the router's gradient
+    num_rerouted: int = 0  # rows that `replay_ids` lacked and that were routed anew
 
 
 def route(
@@ -29,6 +30,7 @@ def route(
     num_groups: int = 1,
     topk_groups: int = 1,
     has_score_gradient: bool = False,
+    replay_ids: Tensor | None = None,
     impl: str = "torch",
 ) -> Routing:
     """Choose `A = num_experts_per_token` of `E` experts per token.
@@ -39,11 +41,22 @@ def route(
     chosen experts, divided by (their sum + 1e-20) if `renormalize`, times `scaling_factor`. Among
     equal biased scores the lowest expert id wins, and among equal groups the lowest group.
     `has_score_gradient` lets the returned scores carry the router's gradient too, for an auxiliary
-    loss on them. `impl="triton"` is one kernel, for fp32, one group and no gradients; every other
-    name is the same plain code.
+    loss on them.
+
+    `replay_ids` int64 `[T, A]` are choices made elsewhere, by the engine that drew the tokens: they
+    are taken as they are, in their order, and weighed with the scores of this call, whatever this
+    call would have chosen. A row of -1 is missing; it is routed anew and counted. They may lie on
+    the host, where looking at them does not wait for the device.
+
+    `impl="triton"` is one kernel, for fp32, one group, no gradients and no replay; every other name
+    is the same plain code.
     """
     _check(router_logits, expert_bias, num_experts_per_token, activation, num_groups, topk_groups)
+    if replay_ids is not None:
+        _check_replay(replay_ids, router_logits, num_experts_per_token)
     if impl == "triton":
+        if replay_ids is not None:
+            raise ImplError("route: impl='triton' does not serve replay_ids; use impl='torch'")
         if topk_groups < num_groups or (torch.is_grad_enabled() and router_logits.requires_grad):
             raise ImplError(
                 f"route: impl='triton' serves one group without gradients, not {topk_groups} of "
@@ -66,12 +79,18 @@ def route(
     if topk_groups < num_groups:
         choice = _keep_groups(choice, num_groups, topk_groups)
     expert_ids = _first_largest(choice, num_experts_per_token)
+    num_rerouted = 0
+    if replay_ids is not None:
+        num_rerouted = int((replay_ids[:, 0] < 0).sum())
+        replay_ids = replay_ids.to(router_logits.device, non_blocking=True)
+        expert_ids = torch.where(replay_ids < 0, expert_ids, replay_ids)
     weights = scores.gather(-1, expert_ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + _SUM_EPS)
     if scaling_factor != 1.0:
         weights = weights * scaling_factor
-    return Routing(scores if has_score_gradient else unbiased, expert_ids, weights)
+    scores = scores if has_score_gradient else unbiased
+    return Routing(scores, expert_ids, weights, num_rerouted)
 
 
 def _route_triton(
@@ -138,4 +157,25 @@ def _check(
         raise ValueError(
             f"route: num_experts_per_token={num_experts_per_token} must be between 1 and {kept}, "
             "the experts left by the groups"
+        )
+
+
+def _check_replay(replay_ids: Tensor, router_logits: Tensor, num_active: int) -> None:
+    num_tokens, num_experts = router_logits.shape
+    expected = f"int64 [{num_tokens}, {num_active}] on the host or {router_logits.device}"
+    if replay_ids.shape != (num_tokens, num_active) or replay_ids.dtype != torch.int64:
+        raise ValueError(
+            f"route: replay_ids is {replay_ids.dtype} {list(replay_ids.shape)}; expected {expected}"
+        )
+    if replay_ids.device not in (torch.device("cpu"), router_logits.device):
+        raise ValueError(f"route: replay_ids is on {replay_ids.device}; expected {expected}")
+    ordered = replay_ids.sort(-1).values
+    is_choice = (ordered[:, 0] >= 0) & (ordered[:, -1] < num_experts)
+    is_choice &= (ordered[:, 1:] > ordered[:, :-1]).all(-1)
+    is_wrong = ~(is_choice | (replay_ids == -1).all(-1))
+    if is_wrong.any():
+        row = int(is_wrong.nonzero()[0])
+        raise ValueError(
+            f"route: replay_ids[{row}] is {replay_ids[row].tolist()}; a row holds {num_active} "
+            f"different ids in [0, {num_experts}), or -1 throughout to be routed anew"
         )
