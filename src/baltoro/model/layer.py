@@ -18,6 +18,7 @@ from baltoro.model.mlp import Mlp
 from baltoro.model.moe import Moe, MoeOutput
 from baltoro.model.norm import RmsNorm, backbone_norm
 from baltoro.ops.attn_res import attn_res_mix
+from baltoro.ops.moe import Routing
 
 
 class LayerOutput(NamedTuple):
@@ -25,7 +26,7 @@ class LayerOutput(NamedTuple):
 
     partial_sum: Tensor  # [T, D]; the residual stream without attention residuals
     blocks: tuple[Tensor, ...]  # finished block sums, each [T, D]
-    router_scores: Tensor | None  # [T, E] fp32; None from a dense layer
+    routing: Routing | None  # None from a dense layer
 
 
 class AttnRes(NamedTuple):
@@ -77,13 +78,17 @@ class Layer(nn.Module):
         blocks: tuple[Tensor, ...],
         cu_seqlens: Tensor,
         cache: Cache | None = None,
+        replay_ids: Tensor | None = None,
     ) -> LayerOutput:
-        """`[T, D]` and the finished blocks to the next `[T, D]` and blocks."""
+        """`[T, D]` and the finished blocks to the next `[T, D]` and blocks.
+
+        An MoE layer runs the experts `replay_ids` int64 `[T, A]`, if given, in place of its own.
+        """
         if not self.use_attn_res:
             x_TD = partial_sum
             x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cu_seqlens, cache)
-            y_TD, scores = self._channel_mix(self.post_attention_layernorm(x_TD))
-            return LayerOutput(x_TD + y_TD, blocks, scores)
+            y_TD, routing = self._channel_mix(self.post_attention_layernorm(x_TD), replay_ids)
+            return LayerOutput(x_TD + y_TD, blocks, routing)
         read = AttnRes(self.self_attention_res_norm, self.self_attention_res_proj)
         mixed_TD = read(blocks, partial_sum, self.impl)
         y_TD = self.self_attn(self.input_layernorm(mixed_TD), cu_seqlens, cache)
@@ -94,16 +99,18 @@ class Layer(nn.Module):
             partial_sum = partial_sum + y_TD
         read = AttnRes(self.mlp_res_norm, self.mlp_res_proj)
         mixed_TD = read(blocks, partial_sum, self.impl)
-        y_TD, scores = self._channel_mix(self.post_attention_layernorm(mixed_TD))
-        return LayerOutput(partial_sum + y_TD, blocks, scores)
+        y_TD, routing = self._channel_mix(self.post_attention_layernorm(mixed_TD), replay_ids)
+        return LayerOutput(partial_sum + y_TD, blocks, routing)
 
     def join(self) -> None:
         """Make one product of the projections of an input where no gradient is wanted."""
         self.self_attn.join()
         (self.block_sparse_moe if self.is_moe else self.mlp).join()
 
-    def _channel_mix(self, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _channel_mix(
+        self, x_TD: Tensor, replay_ids: Tensor | None
+    ) -> tuple[Tensor, Routing | None]:
         if not self.is_moe:
             return self.mlp(x_TD), None
-        out: MoeOutput = self.block_sparse_moe(x_TD)
-        return out.y, out.scores
+        out: MoeOutput = self.block_sparse_moe(x_TD, replay_ids)
+        return out.y, out.routing

@@ -25,6 +25,8 @@ class ModelOutput(NamedTuple):
     hidden: Tensor  # [T, D], normed, for the head
     mixture: Tensor  # [T, D], before the final norm, for the MTP layer
     router_scores: tuple[Tensor, ...]  # [T, E] fp32 per MoE layer, while training; else empty
+    expert_ids: tuple[Tensor, ...] = ()  # int64 [T, A] per MoE layer, if asked for; else empty
+    num_rerouted: int = 0  # rows that the replay lacked, over all MoE layers
 
 
 class Model(nn.Module):
@@ -64,29 +66,56 @@ class Model(nn.Module):
         cache: Cache | None = None,
         image_features: Tensor | None = None,
         recompute: bool = False,
+        replay: tuple[Tensor, ...] | None = None,
+        keep_expert_ids: bool = False,
     ) -> ModelOutput:
         """Tokens `[T]` int64 of sequences `cu_seqlens` `[N + 1]` int32 to hidden states.
 
         `image_features` `[rows, D]` replace the placeholder tokens in order. With a cache the
         tokens continue its sequences. `recompute` keeps only each layer's input and runs the layer
         again in the backward pass.
+
+        `replay` are the `expert_ids` (kept if `keep_expert_ids`) of another pass over these tokens,
+        that of the engine which drew them: one tensor per MoE layer, else `ValueError`. Rows of -1
+        are missing and routed anew (`baltoro.ops.moe.route`). MTP layers choose for themselves.
         """
+        replays = self._replay_by_layer(replay)
         partial_sum = self.embed(tokens, image_features)
         blocks: tuple[Tensor, ...] = ()
         scores: list[Tensor] = []
-        for layer in self.layers:
-            args = (partial_sum, blocks, cu_seqlens, cache)
+        expert_ids: list[Tensor] = []
+        num_rerouted = 0
+        for layer, replay_ids in zip(self.layers, replays, strict=True):
+            args = (partial_sum, blocks, cu_seqlens, cache, replay_ids)
             out: LayerOutput = (
                 checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
             )
             partial_sum, blocks = out.partial_sum, out.blocks
-            if self.training and out.router_scores is not None:
-                scores.append(out.router_scores)
+            if out.routing is not None:
+                num_rerouted += out.routing.num_rerouted
+                if self.training:
+                    scores.append(out.routing.scores)
+                if keep_expert_ids:
+                    expert_ids.append(out.routing.expert_ids)
         mixture_TD = partial_sum
         if self.config.attn_res_block_size is not None:
             read = AttnRes(self.output_attn_res_norm, self.output_attn_res_proj)
             mixture_TD = read(blocks, partial_sum, self.config.impl.attn_res)
-        return ModelOutput(self.norm(mixture_TD), mixture_TD, tuple(scores))
+        return ModelOutput(
+            self.norm(mixture_TD), mixture_TD, tuple(scores), tuple(expert_ids), num_rerouted
+        )
+
+    def _replay_by_layer(self, replay: tuple[Tensor, ...] | None) -> list[Tensor | None]:
+        is_moe = [self.config.is_moe(i) for i in range(self.config.num_layers)]
+        if replay is None:
+            return [None] * len(is_moe)
+        if len(replay) != sum(is_moe):
+            raise ValueError(
+                f"replay: {len(replay)} tensors for {sum(is_moe)} MoE layers; give each layer its "
+                "own, as ModelOutput.expert_ids does"
+            )
+        given = iter(replay)
+        return [next(given) if is_given else None for is_given in is_moe]
 
     def embed(self, tokens: Tensor, image_features: Tensor | None = None) -> Tensor:
         """Token embeddings `[T, D]`, image rows in place of the placeholders.

@@ -22,8 +22,7 @@ class MoeOutput(NamedTuple):
     """What the mixture returns."""
 
     y: Tensor  # [T, D]
-    # [T, E] fp32, router scores before any bias; without gradient unless the router gives it
-    scores: Tensor
+    routing: Routing
 
 
 class Router(nn.Module):
@@ -40,9 +39,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
 
-    def forward(self, x_TD: Tensor) -> Routing:
-        """`[T, D]` to scores, expert ids and weights."""
+    def forward(self, x_TD: Tensor, replay_ids: Tensor | None = None) -> Routing:
+        """`[T, D]` to scores, expert ids and weights; `replay_ids` are choices made elsewhere."""
         config = self.config
+        is_plain = torch.is_grad_enabled() or replay_ids is not None
         return route(
             self._logits(x_TD),
             self.expert_bias,
@@ -53,7 +53,8 @@ class Router(nn.Module):
             num_groups=config.num_expert_groups,
             topk_groups=config.topk_groups,
             has_score_gradient=self.has_score_gradient,
-            impl="torch" if torch.is_grad_enabled() else self.impl,
+            replay_ids=replay_ids,
+            impl="torch" if is_plain else self.impl,
         )
 
     def _logits(self, x_TD: Tensor) -> Tensor:
@@ -147,9 +148,9 @@ class Moe(nn.Module):
             width = moe.num_shared_experts * moe.expert_intermediate_size
             self.shared_experts = Mlp(config, width)
 
-    def forward(self, x_TD: Tensor) -> MoeOutput:
-        """`[T, D]` to `[T, D]` and the router scores."""
-        routing = self.gate(x_TD)
+    def forward(self, x_TD: Tensor, replay_ids: Tensor | None = None) -> MoeOutput:
+        """`[T, D]` to `[T, D]` and the routing; `replay_ids` are choices made elsewhere."""
+        routing = self.gate(x_TD, replay_ids)
         inputs = projected(x_TD, self._groups(), self.joined)
         if self.has_latent:
             mixed_TZ = self.experts(inputs.pop(0), routing)
@@ -161,7 +162,7 @@ class Moe(nn.Module):
             y_TD = self.experts(x_TD, routing)
         if self.has_shared_experts:
             y_TD = y_TD + self.shared_experts(x_TD, inputs)
-        return MoeOutput(y_TD, routing.scores)
+        return MoeOutput(y_TD, routing)
 
     def join(self) -> None:
         """Make one product of the input's projections where no gradient is wanted."""

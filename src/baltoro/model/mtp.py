@@ -69,7 +69,7 @@ class MtpLayer(nn.Module):
         normed_TD = self.post_attention_layernorm(x_TD)
         if self.is_moe:
             out: MoeOutput = self.block_sparse_moe(normed_TD)
-            x_TD, scores = x_TD + out.y, out.scores
+            x_TD, scores = x_TD + out.y, out.routing.scores
         else:
             x_TD, scores = x_TD + self.mlp(normed_TD), None
         return MtpOutput(self.shared_head.norm(x_TD), x_TD, scores)
