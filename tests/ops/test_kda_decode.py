@@ -240,6 +240,7 @@ def test_wrong_arguments_name_the_field():
         ({"cu_seqlens": None}, "cu_seqlens=None: 2 slots need as many tokens, not 3"),
         ({"cu_seqlens": torch.tensor([0, 3])}, r"cu_seqlens: expected int32 \[3\]"),
         ({"num_kept": torch.tensor([1])}, r"num_kept: expected int32 \[2\]"),
+        ({"num_kept": torch.tensor([2, 0], dtype=torch.int32)}, r"num_kept\[0\]=2: must be from 0"),
         ({"slots": torch.tensor([1.0, 2.0])}, "slots: expected int32 or int64"),
         ({"bound": -6.0}, r"gate_lower_bound=-6\.0"),
         ({"inputs": batch.inputs._replace(beta_logits=torch.ones(3, 1))}, "beta_logits"),

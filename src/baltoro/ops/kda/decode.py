@@ -131,6 +131,9 @@ def _composed(impl: str) -> _Decode:
             y_THV = torch.zeros_like(inputs.gate_logits).index_copy_(0, tokens, y_THV)
         if num_kept is not None:
             kept = num_kept.tolist()
+            for n, length in zip(live, lengths, strict=True):
+                if not 0 <= kept[n] <= length:
+                    raise ValueError(f"num_kept[{n}]={kept[n]}: must be from 0 to all {length}")
             _, _, new_windows, new_states = after([kept[n] for n in live])
         pool.windows[live_slots] = new_windows
         pool.states[live_slots] = new_states.to(pool.states.dtype)
