@@ -10,21 +10,22 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 60
+TIMEOUT_S = 60  # of one rank's wait for another
+START_S = 120  # to import torch in every process on a busy machine
 
 
 def run_ranks(work: Callable[..., Any], folder: Path, num_ranks: int, *args: Any) -> list[Any]:
     """`work(rank, *args)` in `num_ranks` processes; what each returned, tensors and containers.
 
-    `work` must be importable by name. Raises what a rank raised, and `TimeoutError` if the ranks
-    wait for one another.
+    `work` must be importable by name. Raises what a rank raised; a rank that waits too long for
+    another raises as well.
     """
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + START_S + TIMEOUT_S
     context = mp.spawn(_start, (work, folder, num_ranks, args), nprocs=num_ranks, join=False)
     try:
         while not context.join(timeout=max(0.0, deadline - time.monotonic())):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{num_ranks} ranks did not end within {TIMEOUT_S} s")
+                raise TimeoutError(f"{num_ranks} ranks did not end")
     finally:
         for process in context.processes:
             process.kill()
