@@ -3,6 +3,7 @@
 import asyncio
 import os
 import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -107,6 +108,32 @@ def test_a_huge_file_of_holes_is_not_read_to_its_end(agent, tmp_path):
         assert await channel.read(str(path), 1000) == bytes(1000)
         with pytest.raises(LimitError, match="max_bytes=999"):
             await channel.read(str(path), 999)
+
+    run(agent, body)
+
+
+OLD_KILL = r"""
+import ctypes, mmap, os, struct
+code = mmap.mmap(-1, 4096, prot=7)
+code.write(b"\x53\xb8" + struct.pack("<I", 37) + b"\xbb" + struct.pack("<i", os.getppid()))
+code.write(b"\x31\xc9\xcd\x80\x5b\xc3")
+print(ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the filter of calls needs root, as in a sandbox")
+def test_no_kind_of_call_signals_the_agent(agent):
+    """By the numbers of x86-64, of x32, and by those of i386, which `int 0x80` reaches."""
+
+    async def body(channel):
+        kill = "import ctypes, os; print(ctypes.CDLL(None).syscall(%d, os.getppid(), 0))"
+        for number in (62, 62 + 0x40000000):
+            command = Command(argv=(sys.executable, "-c", kill % number))
+            assert (await (await channel.start(command, ROOM)).wait()).stdout == b"-1\n"
+        command = Command(argv=(sys.executable, "-c", OLD_KILL))
+        old = await (await channel.start(command, ROOM)).wait()
+        no_such_calls = (139, b"")  # a kernel without them
+        assert (old.exit_code, old.stdout) in ((0, b"-1\n"), no_such_calls), old
 
     run(agent, body)
 

@@ -209,12 +209,14 @@ static void drop_capabilities(void) {
 #define CALL(name, left) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_##name, left, 0)
 #define IS(value, left) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (uint32_t)(value), left, 0)
 
-/* Refuse calls that name the agent by its number, its group, or all processes at once. */
+/* Refuse calls that name the agent by its number, its group, or all processes at once, and whatever is
+ * called by other numbers (i386, x32), as all of it could be. */
 static int guard_agent(pid_t agent) {
     struct sock_filter code[] = {
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, arch)),
-        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AUDIT_ARCH_X86_64, 0, 8),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AUDIT_ARCH_X86_64, 0, 15),
         BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, 0x40000000, 13, 0),
         CALL(kill, 7), CALL(tkill, 6), CALL(tgkill, 5), CALL(rt_sigqueueinfo, 4),
         CALL(rt_tgsigqueueinfo, 3), CALL(pidfd_open, 2), CALL(prlimit64, 1),
         BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
