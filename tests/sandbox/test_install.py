@@ -4,8 +4,8 @@ import pytest
 
 from baltoro.sandbox import install as module
 from baltoro.sandbox.cli import main
-from baltoro.sandbox.install import Outcome, install
-from baltoro.sandbox.protocol import SandboxError
+from baltoro.sandbox.install import Outcome, find_tool, guest_digest, install
+from baltoro.sandbox.protocol import DriverUnavailableError, SandboxError
 
 
 @pytest.fixture
@@ -17,6 +17,17 @@ def no_compiler(monkeypatch) -> None:
 def lists_from(monkeypatch, folder, address: str) -> None:
     (folder / "sources").write_text(f"deb {address} bookworm main\n")
     monkeypatch.setattr(module, "SEARCHED_SOURCES", (str(folder / "sources"),))
+
+
+def test_a_guest_program_of_other_sources_is_not_taken_for_ours(tmp_path):
+    """What is made of it is kept under the name of our sources."""
+    (tmp_path / "guest").mkdir()
+    (tmp_path / "guest/agent").touch()
+    (tmp_path / "guest/.complete").write_text(guest_digest())
+    assert find_tool(tmp_path, "agent") == (str(tmp_path / "guest/agent"),)
+    (tmp_path / "guest/.complete").write_text("older")
+    with pytest.raises(DriverUnavailableError, match="of other sources; run `baltoro sandbox"):
+        find_tool(tmp_path, "agent")
 
 
 def test_an_archive_that_does_not_answer_refuses_its_tools_only(tmp_path, monkeypatch, no_compiler):

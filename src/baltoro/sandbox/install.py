@@ -107,11 +107,15 @@ def find_tool(prefix: Path, name: str) -> tuple[str, ...]:
     """
     home = prefix / name
     program = home / (PACKAGES[name].program if name in PACKAGES else name)
+    is_old = False
     if name in GUEST_PROGRAMS + GUEST_LIBRARIES:
         program = prefix / "guest" / name
-    if not program.exists():
+        marker = prefix / "guest/.complete"
+        is_old = marker.exists() and marker.read_text() != guest_digest()
+    if is_old or not program.exists():
+        problem = f"{program} is of other sources" if is_old else f"no {program}"
         raise DriverUnavailableError(
-            f"{name}: no {program}; run `baltoro sandbox --prefix {prefix} install`"
+            f"{name}: {problem}; run `baltoro sandbox --prefix {prefix} install`"
         )
     loader = next(home.glob("**/ld-linux-x86-64.so.2"), None)
     if loader is None:
