@@ -101,9 +101,16 @@ def test_a_call_that_ends_the_thread_is_answered_and_so_are_later_ones(
     background = BackgroundEngine(Engine(nano, EngineConfig(pool_tokens=2000)))
 
     async def run() -> None:
-        for function in (fail, lambda engine: None):
+        is_held = threading.Event()
+        holding = asyncio.create_task(background.call(lambda _: is_held.wait(20.0)))
+        # two that fail are queued behind it, and one behind those
+        waiting = [asyncio.create_task(background.call(f)) for f in (fail, fail, one)]
+        await asyncio.sleep(0)
+        is_held.set()
+        assert await holding
+        for call in (*waiting, background.call(lambda _: None)):
             with pytest.raises(EngineStopped):
-                await asyncio.wait_for(background.call(function), 20)
+                await asyncio.wait_for(call, 20.0)
 
     asyncio.run(run())
     assert not background.is_alive

@@ -84,7 +84,7 @@ class BackgroundEngine:
         Its `ValueError` and `RuntimeError` are raised here. Raises `EngineStopped`.
         """
         future: Future[T] = Future()
-        self._calls.put(partial(_settle, future, function, self.engine))
+        self._calls.put(partial(_settle, future, function, self))
         if not self.is_alive:
             raise EngineStopped("the engine has stopped")
         try:
@@ -102,8 +102,6 @@ class BackgroundEngine:
         def submit(engine: Engine) -> None:
             if self._is_draining:
                 raise EngineStopped("the server is shutting down")
-            if not self.is_alive:
-                raise EngineStopped("the engine has stopped")
             try:
                 for request, stream in zip(requests(engine), streams, strict=True):
                     stream.sequence = engine.submit(request)
@@ -148,6 +146,7 @@ class BackgroundEngine:
             for stream in self._streams.values():
                 stream.put(Event(None, "error"))
             self._streams.clear()
+            # answered without the engine, so that none can fail and leave the next one waiting
             while not self._calls.empty():
                 self._calls.get()()
 
@@ -175,7 +174,7 @@ class BackgroundEngine:
 
     def _abort(self, streams: list[Stream]) -> None:
         for stream in streams:
-            if stream.sequence is not None:
+            if self.is_alive and stream.sequence is not None:
                 self.engine.abort(stream.sequence)
                 self._streams.pop(stream.sequence, None)
 
@@ -184,11 +183,15 @@ def _nothing() -> None:
     """Wakes the thread."""
 
 
-def _settle(future: "Future[T]", function: Callable[[Engine], T], engine: Engine) -> None:
+def _settle(
+    future: "Future[T]", function: Callable[[Engine], T], background: BackgroundEngine
+) -> None:
     try:
         # not for one who left meanwhile: an answer to a cancelled future would end the thread
         if future.set_running_or_notify_cancel():
-            future.set_result(function(engine))
+            if not background.is_alive:
+                raise EngineStopped("the engine has stopped")
+            future.set_result(function(background.engine))
     except (ValueError, RuntimeError) as error:
         future.set_exception(error)
     finally:
