@@ -94,6 +94,24 @@ def test_a_frozen_sandbox_wakes_in_place(tmp_path):
     run_keeper(tmp_path, body)
 
 
+@pytest.mark.parametrize("end", ["frozen", "stored", "closed"])
+def test_a_sandbox_that_fails_does_not_keep_the_others_from_their_places(tmp_path, end):
+    async def body(keeper, host, image):
+        first, second = [await keeper.create(image, Limits(), Net()) for _ in range(2)]
+
+        async def fail(*_):
+            raise SandboxError("its machine failed")
+
+        keeper.peek(first).pause = keeper.peek(first).snapshot = fail
+        host.now = {"frozen": 6, "stored": 61, "closed": 0}[end]
+        await (keeper.close() if end == "closed" else keeper.tick())
+        assert keeper.place(first) == "running"
+        assert keeper.place(second) == ("frozen" if end == "frozen" else "stored")
+        assert keeper._tidying is not None or end == "closed"
+
+    run_keeper(tmp_path, body)
+
+
 def test_a_used_sandbox_is_never_idle(tmp_path):
     async def body(keeper, host, image):
         name = await keeper.create(image, Limits(), Net())

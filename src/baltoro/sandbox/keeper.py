@@ -16,6 +16,7 @@ had none as lost.
 import asyncio
 import contextlib
 import json
+import logging
 import time
 import uuid
 from collections import Counter, defaultdict
@@ -36,6 +37,7 @@ from baltoro.sandbox.protocol import (
 )
 from baltoro.sandbox.store import Store
 
+log = logging.getLogger(__name__)
 Place = Literal["running", "frozen", "stored"]
 T = TypeVar("T")
 MAX_LAYERS = 4  # of a snapshot that is tidied
@@ -185,8 +187,7 @@ class Keeper:
             if kept.sandbox is None:
                 assert kept.snapshot is not None
                 return kept.snapshot
-            snapshot = await self._dump(kept, binding, is_last=False)
-            return snapshot
+            return await self._dump(kept, binding, is_last=False)
 
     async def fork(self, name: str, num_branches: int) -> list[str]:
         """Names of independent copies; the origin keeps its place."""
@@ -217,24 +218,14 @@ class Keeper:
             del self._kept[name]
 
     async def tick(self) -> None:
-        """Look at every sandbox once, longest idle first."""
-        now = self._clock()
+        """Look at every sandbox once, longest idle first. One that fails does not stop the rest."""
         for kept in sorted(self._kept.values(), key=lambda each: each.last_used):
             if kept.num_users or kept.turn.locked() or kept.name not in self._kept:
                 continue
-            idle_s = now - kept.last_used
-            if self.policy.ttl_s is not None and idle_s > self.policy.ttl_s:
-                if self.policy.ttl_action == "destroy":
-                    await self.destroy(kept.name)
-                    continue
-                await self._try_store(kept)
-            elif idle_s > self.policy.store_after_s or self._is_short():
-                await self._try_store(kept)
-            elif idle_s > self.policy.freeze_after_s and kept.place == "running":
-                async with kept.turn:
-                    if kept.sandbox is not None and not kept.num_users:
-                        await kept.sandbox.pause()
-                        kept.place = "frozen"
+            try:
+                await self._look_at(kept, self._clock() - kept.last_used)
+            except SandboxError as error:
+                log.error("sandbox %s: not frozen, stored or ended: %s", kept.name, error)
         if self._tidying is None or self._tidying.done():
             self._tidying = asyncio.create_task(asyncio.to_thread(self._tidy))
 
@@ -248,7 +239,10 @@ class Keeper:
         """Store every sandbox that lives, so that the next keeper finds it."""
         for kept in list(self._kept.values()):
             async with kept.turn:
-                await self._store_away(kept, None)
+                try:
+                    await self._store_away(kept, None)
+                except SandboxError as error:  # the others are stored
+                    log.error("sandbox %s: not stored at the end: %s", kept.name, error)
         if self._tidying is not None:
             await self._tidying
         await self.driver.close()
@@ -312,6 +306,18 @@ class Keeper:
             await kept.sandbox.resume()
         kept.place = "running"
         return kept.sandbox
+
+    async def _look_at(self, kept: Kept, idle_s: float) -> None:
+        is_over = self.policy.ttl_s is not None and idle_s > self.policy.ttl_s
+        if is_over and self.policy.ttl_action == "destroy":
+            await self.destroy(kept.name)
+        elif is_over or idle_s > self.policy.store_after_s or self._is_short():
+            await self._try_store(kept)
+        elif idle_s > self.policy.freeze_after_s and kept.place == "running":
+            async with kept.turn:
+                if kept.sandbox is not None and not kept.num_users:
+                    await kept.sandbox.pause()
+                    kept.place = "frozen"
 
     async def _try_store(self, kept: Kept) -> None:
         async with kept.turn:
