@@ -211,6 +211,12 @@ def test_a_snapshot_that_finds_no_room_lets_the_sandbox_go_on(tmp_path, monkeypa
         assert (sandbox.state, await sandbox.read("file")) == ("running", b"kept")
         assert driver.store.ids() == []
         assert driver.store.recover() == []
+        snapshot = await sandbox.snapshot()
+        with monkeypatch.context() as patch:
+            patch.setattr(process, "seal_tree", seal)
+            with pytest.raises(SandboxError, match="disk is full"):
+                await driver.restore(snapshot, 2)
+        assert os.listdir(driver.root) == [sandbox.id]
 
     run_with_sandbox(tmp_path, body)
 

@@ -261,14 +261,23 @@ class ProcessDriver:
         check_branches(num_branches)
         manifest = self.store.get(snapshot_id)
         check_fits(manifest, self.name, VERSION, is_same_host=False)
-        branches = []
-        for _ in range(num_branches):
-            sandbox = self._new(Image(root=Path(manifest.image_root)), manifest.limits)
-            sandbox.parent = snapshot_id
-            sandbox.home.mkdir()
-            source = self.store.layer_paths(snapshot_id)[-1]
-            await asyncio.to_thread(seal_tree, source, sandbox.files)
-            branches.append(sandbox)
+        branches: list[ProcessSandbox] = []
+        self.store.lend(snapshot_id)
+        try:
+            for _ in range(num_branches):
+                sandbox = self._new(Image(root=Path(manifest.image_root)), manifest.limits)
+                branches.append(sandbox)
+                sandbox.parent = snapshot_id
+                sandbox.home.mkdir()
+                source = self.store.layer_paths(snapshot_id)[-1]
+                await asyncio.to_thread(seal_tree, source, sandbox.files)
+        except (OSError, SandboxError) as error:
+            named = self.store.named(error, f"snapshot {snapshot_id}: copying its files")
+            for sandbox in branches:
+                await sandbox.destroy()
+            raise named from error
+        finally:
+            self.store.give_back(snapshot_id)
         return branches
 
     async def gc(self) -> list[str]:
