@@ -76,6 +76,7 @@ def test_folders_too_deep_to_walk_are_refused_and_removed(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     remove_tree(source)
     remove_tree(tmp_path / "target")
+    remove_tree(tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
 
 

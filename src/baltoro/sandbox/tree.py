@@ -148,13 +148,18 @@ def own_folder(root: Path) -> TextIO:
 
 
 def remove_tree(root: Path) -> None:
-    """Remove a folder, however deep, into which the dump of a dead owner may still be writing."""
+    """Remove a folder, however deep, into which the dump of a dead owner may still be writing.
+
+    Fine if it is not there.
+    """
     for _ in range(REMOVE_TRIES):
         try:
             return shutil.rmtree(root)
         except RecursionError:
             _lift_folders(root)
         except OSError as error:
+            if not os.path.lexists(root):
+                return
             if error.errno == errno.EMFILE:  # one is open for each level
                 _lift_folders(root)
             elif error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
