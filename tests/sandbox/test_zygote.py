@@ -364,6 +364,20 @@ def test_a_program_can_be_forked_as_soon_as_it_is_there(tmp_path):
     run(tmp_path, body)
 
 
+def test_a_signal_that_went_unnoticed_is_sent_again(tmp_path):
+    """As Python does not notice one that comes just before a read begins."""
+
+    async def body(driver, sandbox):
+        origin = await world(sandbox)
+        await origin.ask("import signal; real = signal.getsignal(signal.SIGUSR1)")
+        lost = "signal.signal(signal.SIGUSR1, lambda *_: signal.signal(signal.SIGUSR1, real))"
+        await origin.ask(f"_ = {lost}")
+        (branch,) = await sandbox.fork(1)
+        assert await (await origin.follow(branch)).ask("2 + 2") == "4"
+
+    run(tmp_path, body)
+
+
 def test_sixty_four_branches_answer(tmp_path):
     async def body(driver, sandbox):
         origin = await world(sandbox)

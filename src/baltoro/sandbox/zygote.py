@@ -59,7 +59,8 @@ for line in sys.stdin:
 """
 PYTHON = ("python", "python3")
 MAX_REQUEST_BYTES = 1 << 17
-ANSWER_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
+SIGNAL_EVERY_S = 0.2  # a program that reads may not notice one
 KILLED = -signal.SIGKILL
 Stderr = tuple[asyncio.StreamReader, asyncio.BaseTransport]
 Offer = tuple[socket.socket, list[int]]  # control; our ends of input, output and error
@@ -251,9 +252,7 @@ class ZygoteDriver(ProcessDriver):
             for index, request in enumerate(requests):
                 is_last = index == len(requests) - 1
                 offers.append(_offer(child.control, {**request, "is_last": is_last}))
-            os.kill(child.pid, signal.SIGUSR1)
-            child.signal(signal.SIGCONT)
-            answer = await _hear(child.control)
+            answer = await _answer(child)
             if answer != b"ok":
                 raise SnapshotError(f"program {child.pid}: {answer.decode() or 'it ended'}")
             while offers:
@@ -362,7 +361,17 @@ def _offer(to: socket.socket, request: Mapping[str, object]) -> Offer:
     return near, ours
 
 
-async def _hear(control: socket.socket) -> bytes:
+async def _answer(child: ZygoteChild) -> bytes:
+    """What a program says once it is split, woken until it does; `TimeoutError` if it does not."""
+    for _ in range(round(ANSWER_TIMEOUT_S / SIGNAL_EVERY_S)):
+        os.kill(child.pid, signal.SIGUSR1)
+        child.signal(signal.SIGCONT)
+        with contextlib.suppress(TimeoutError):
+            return await _hear(child.control, SIGNAL_EVERY_S)
+    raise TimeoutError
+
+
+async def _hear(control: socket.socket, timeout_s: float = ANSWER_TIMEOUT_S) -> bytes:
     """One message; empty if the program ended. `TimeoutError` if none comes."""
     loop = asyncio.get_running_loop()
-    return await asyncio.wait_for(loop.sock_recv(control, 4096), ANSWER_TIMEOUT_S)
+    return await asyncio.wait_for(loop.sock_recv(control, 4096), timeout_s)

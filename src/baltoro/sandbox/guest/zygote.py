@@ -17,6 +17,7 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import stat
@@ -41,6 +42,7 @@ class Program:
     control: socket.socket
     root: str
     server: int
+    is_splitting = False
 
 
 def serve(host: socket.socket) -> None:
@@ -150,7 +152,23 @@ def run(argv: list[str]) -> int:
 
 
 def split(signo: int, frame: object) -> None:
-    """Fork a branch per request that waits. Runs between two instructions of the program."""
+    """Do what waits, between two instructions of the program.
+
+    The host signals until it is answered: Python notices a signal that comes just before a read
+    begins only when the read ends, or is interrupted by another. So one may come for nothing.
+    """
+    if Program.is_splitting:
+        return
+    Program.is_splitting = True
+    try:
+        if select.select([Program.control], [], [], 0)[0]:
+            fork_branches()
+    finally:
+        Program.is_splitting = False
+
+
+def fork_branches() -> None:
+    """Fork a branch per request that waits, and answer."""
     reason = refusal()
     while True:
         request, ends = receive(Program.control)
