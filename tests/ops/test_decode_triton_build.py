@@ -1,17 +1,13 @@
 """The decode kernels without a GPU: run by the interpreter, and compiled for Hopper."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.hopper import machine_code, resources
+from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from ops.sass import lost_memory_descriptors
 
 from baltoro.ops.kda.triton import decode
@@ -49,18 +45,9 @@ for num_heads, page_size, dims, splits in (
 """
 
 
-@pytest.mark.skipif(
-    numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
-    reason="Triton's interpreter takes one-element arrays for numbers, which numpy 2.4 refuses",
-)
+@needs_interpreter
 def test_the_kernels_are_exact_in_the_interpreter():
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root / "tests"), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert_runs_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("is_one", [False, True])

@@ -1,16 +1,12 @@
 """The Triton kernels of KDA without a GPU: run by the interpreter, and compiled for Hopper."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import numpy
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from ops.sass import lost_memory_descriptors, resources, sass_of
 
 pytestmark = pytest.mark.slow
@@ -34,18 +30,9 @@ assert_within_budget(fused("triton"), fused("reference"), batch, rounding_steps=
 """
 
 
-@pytest.mark.skipif(
-    numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
-    reason="Triton's interpreter takes one-element arrays for numbers, which numpy 2.4 refuses",
-)
+@needs_interpreter
 def test_the_portable_kernels_are_exact_in_the_interpreter():
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root / "tests"), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert_runs_interpreted(INTERPRETED)
 
 
 def variants() -> list[tuple[str, dict[str, object]]]:

@@ -1,16 +1,11 @@
 """The kernels before the experts' products without a GPU: interpreted, and compiled for Hopper."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import numpy
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.hopper import resources
+from ops.interpreted import assert_runs_interpreted, needs_interpreter
 
 from baltoro.ops.moe import triton as kernels
 from baltoro.ops.triton import padded_width
@@ -34,18 +29,9 @@ check_sort("cpu", 300, 64, 6)
 """
 
 
-@pytest.mark.skipif(
-    numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
-    reason="Triton's interpreter takes one-element arrays for numbers, which numpy 2.4 refuses",
-)
+@needs_interpreter
 def test_the_kernels_are_exact_in_the_interpreter():
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root / "tests"), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert_runs_interpreted(INTERPRETED)
 
 
 @pytest.mark.parametrize("bias", ["*fp32", None])

@@ -1,12 +1,6 @@
 """Newton-Schulz in Triton: interpreted, compiled for Hopper, and on a GPU nearer to fp64 than the
 loop in bf16."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -15,6 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.harness import poisoned_memory
 from ops.hopper import machine_code, resources
+from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from ops.sass import lost_memory_descriptors
 
 from baltoro.ops.impl import ImplError
@@ -79,18 +74,9 @@ def errors(x: Tensor, steps: int) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
-    reason="Triton's interpreter takes one-element arrays for numbers, which numpy 2.4 refuses",
-)
+@needs_interpreter
 def test_the_kernels_are_exact_in_the_interpreter():
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "src"), str(root / "tests"), *sys.path])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert_runs_interpreted(INTERPRETED)
 
 
 @pytest.mark.slow
