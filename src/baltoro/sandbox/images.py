@@ -14,11 +14,10 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from baltoro.sandbox.install import unpack_packages
+from baltoro.sandbox.install import make_mount_folders, unpack_packages
 from baltoro.sandbox.protocol import Command, Driver, Image, ImageError, Limits, Net
 from baltoro.sandbox.tree import open_inside
 
-MOUNT_FOLDERS = ("dev", "proc", "sys", "run", "tmp", "work", ".agent")
 PACKAGE_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]+")
 SHELL = "/bin/sh"
 
@@ -50,9 +49,7 @@ def build_image(
             unpack_packages(packages, _suite(root), work / "packages", root)
         for layer in layers:
             _lay_over(layer, root)
-        for name in MOUNT_FOLDERS:
-            (root / name).mkdir(exist_ok=True)
-        (root / "tmp").chmod(0o1777)
+        make_mount_folders(root)
         check_shell(root)
         root.rename(target)
     finally:

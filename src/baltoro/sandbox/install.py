@@ -341,9 +341,7 @@ def _finish_image(root: Path) -> str:
     (root / "etc/hosts").write_text("127.0.0.1 localhost sandbox\n::1 localhost\n")
     (root / "etc/hostname").write_text("sandbox\n")
     (root / "etc/resolv.conf").touch()
-    for folder in ("dev", "proc", "sys", "run", "tmp", "work", ".agent"):
-        (root / folder).mkdir(exist_ok=True)
-    (root / "tmp").chmod(0o1777)
+    make_mount_folders(root)
     (root / "root").chmod(0o755)
     words = ["chroot", str(root), "python3", "-m", "compileall", "-q", "/usr/lib"]
     try:
@@ -351,6 +349,13 @@ def _finish_image(root: Path) -> str:
     except SandboxError as error:
         return f"; each sandbox will compile Python's own modules again: {error}"
     return ""
+
+
+def make_mount_folders(root: Path) -> None:
+    """The folders of an image over which drivers mount their own."""
+    for folder in ("dev", "proc", "sys", "run", "tmp", "work", ".agent"):
+        (root / folder).mkdir(exist_ok=True)
+    (root / "tmp").chmod(0o1777)
 
 
 def guest_digest() -> str:
