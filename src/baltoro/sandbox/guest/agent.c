@@ -454,7 +454,7 @@ static void serve_frame(void) {
 static int pump(struct job *job, int *fd, char kind) {
     if (is_still()) return 0;
     ssize_t n = read(*fd, piece, PIECE);
-    if (n < 0 && (errno == EINTR || errno == EAGAIN)) return n < 0 && errno == EINTR;
+    if (n < 0 && (errno == EINTR || errno == EAGAIN)) return errno == EINTR;
     if (n <= 0) {
         close_end(fd);
         return 0;
