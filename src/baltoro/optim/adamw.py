@@ -37,7 +37,7 @@ def adamw_step(
         state.num_steps += 1
     means = [state.mean for state in states]
     squares = [state.square for state in states]
-    grads = [grad.to(mean.dtype) for grad, mean in zip(grads, means, strict=True)]
+    grads = _as_dtypes_of(means, grads)
     torch._foreach_lerp_(means, grads, 1.0 - config.beta1)
     torch._foreach_mul_(squares, config.beta2)
     torch._foreach_addcmul_(squares, grads, grads, value=1.0 - config.beta2)
@@ -53,3 +53,20 @@ def adamw_step(
         denominators,
         [-lr / (1.0 - config.beta1**state.num_steps) for state in states],
     )
+
+
+def _as_dtypes_of(means: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients in the dtypes of their moments, one launch for all of one dtype."""
+    wide = list(grads)
+    for dtype in {grad.dtype for grad in grads}:
+        places = [
+            place
+            for place, (grad, mean) in enumerate(zip(grads, means, strict=True))
+            if grad.dtype == dtype != mean.dtype
+        ]
+        if places:
+            copies = [torch.empty_like(means[place]) for place in places]
+            torch._foreach_copy_(copies, [grads[place] for place in places])
+            for place, copy in zip(places, copies, strict=True):
+                wide[place] = copy
+    return wide

@@ -18,8 +18,21 @@ def clip_grad_norm_(grads: Iterable[Tensor], *, max_norm: float) -> Tensor:
     found = list(grads)
     if not found:
         return torch.zeros(())
-    norms = torch._foreach_norm(found, 2, dtype=torch.float32)
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}  # lists of one dtype take one launch
+    for grad in found:
+        by_dtype.setdefault(grad.dtype, []).append(grad)
+    norms = [
+        norm
+        for same in by_dtype.values()
+        for norm in torch._foreach_norm(same, 2, dtype=torch.float32)
+    ]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     factor = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-    torch._foreach_mul_(found, factor)
+    for dtype, same in by_dtype.items():
+        if dtype.itemsize < factor.itemsize:
+            # the same product, rounded once; a list of these times an fp32 scalar is a launch each
+            found_inf = torch.zeros_like(factor)
+            torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, factor)
+        else:
+            torch._foreach_mul_(same, factor)
     return norm

@@ -57,30 +57,51 @@ def split(weight: Tensor, momentum: Tensor, grad: Tensor, blocks: MatrixBlocks) 
 def muon_step(entries: Sequence[MuonBlocks], *, lr: float, config: OptimConfig) -> None:
     """Update weights and momenta of all `entries` in place."""
     for stack in _stacks(entries, config.max_stack_elements):
-        momenta = [entry.momentum for entry in stack]
-        weights = [entry.weight for entry in stack]
-        grads = [entry.grad.to(entry.momentum.dtype) for entry in stack]
-        torch._foreach_mul_(momenta, config.momentum)
-        torch._foreach_add_(momenta, grads)
-        nesterov = torch._foreach_add(grads, momenta, alpha=config.momentum)
-        is_tall = [update.shape[1] > update.shape[2] for update in nesterov]
-        wide = [
-            update.mT if tall else update for update, tall in zip(nesterov, is_tall, strict=True)
-        ]
-        short, long = wide[0].shape[1:]
+        short, long = sorted(stack[0].weight.shape[1:])
+        directions = torch.cat([_directions(group, config.momentum) for group in _alike(stack)])
         orthogonal = newton_schulz(
-            torch.cat(wide),
+            directions,
             steps=config.newton_schulz_steps,
             compute_dtype=_DTYPES[config.newton_schulz_dtype],
             impl=_impl_of(short, long, config),
         )
-        updates = [
-            update.mT if tall else update
-            for update, tall in zip(orthogonal.split([len(u) for u in wide]), is_tall, strict=True)
-        ]
         scale = config.update_rms * math.sqrt(long)
-        torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
-        torch._foreach_add_(weights, updates, alpha=-lr * scale)
+        first = 0
+        for group in _alike(stack):
+            counts = [len(entry.weight) for entry in group]
+            update = orthogonal[first : first + sum(counts)]
+            first += sum(counts)
+            updates = update.mT.contiguous() if _is_tall(group[0]) else update
+            weights = [entry.weight for entry in group]
+            torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
+            torch._foreach_add_(weights, updates.split(counts), alpha=-lr * scale)
+
+
+def _is_tall(entry: MuonBlocks) -> bool:
+    return entry.weight.shape[1] > entry.weight.shape[2]
+
+
+def _alike(stack: Sequence[MuonBlocks]) -> list[list[MuonBlocks]]:
+    """The entries by what lists of tensors must share to be updated in one launch."""
+    groups: dict[tuple[bool, bool, bool, torch.dtype], list[MuonBlocks]] = {}
+    for entry in stack:
+        layout = (entry.weight.is_contiguous(), entry.grad.is_contiguous())
+        groups.setdefault((_is_tall(entry), *layout, entry.grad.dtype), []).append(entry)
+    return list(groups.values())
+
+
+def _directions(group: Sequence[MuonBlocks], mu: float) -> Tensor:
+    """Take the gradients into the momenta; G + mu M of all matrices, `[N, short, long]`."""
+    weight = group[0].weight
+    counts = [len(entry.weight) for entry in group]
+    directions = weight.new_empty(sum(counts), *weight.shape[1:])
+    parts = directions.split(counts)
+    momenta = [entry.momentum for entry in group]
+    torch._foreach_copy_(parts, [entry.grad for entry in group])
+    torch._foreach_mul_(momenta, mu)
+    torch._foreach_add_(momenta, parts)
+    torch._foreach_add_(parts, momenta, alpha=mu)
+    return directions.mT if _is_tall(group[0]) else directions
 
 
 def muon_flops(assignment: Assignment, config: OptimConfig) -> int:
