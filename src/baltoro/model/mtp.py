@@ -77,10 +77,11 @@ class MtpLayer(nn.Module):
 
 def _first_rows(x_TD: Tensor, cu_seqlens: Tensor, empty_N: Tensor | None) -> Tensor:
     """`[T]` bool: rows at position 0 of their sequence, whose embedding is zeroed."""
-    starts = cu_seqlens[:-1].long()
+    T = x_TD.shape[0]
     fresh = cu_seqlens[:-1] < cu_seqlens[1:]
     if empty_N is not None:
         fresh = fresh & empty_N.to(fresh.device)
-    first_T = torch.zeros(x_TD.shape[0], dtype=torch.bool, device=x_TD.device)
-    first_T[starts[fresh]] = True
-    return first_T
+    first_T = torch.zeros(T + 1, dtype=torch.bool, device=x_TD.device)
+    # the last row takes what sequences without such a row write
+    first_T.index_fill_(0, torch.where(fresh, cu_seqlens[:-1], T).long(), True)
+    return first_T[:T]

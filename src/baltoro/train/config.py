@@ -25,6 +25,9 @@ class StepConfig:
     grad_clip: float = 1.0  # limit of the gradient's global norm; inf only measures
     mtp_loss_weight: float = 0.3  # of each MTP layer; DeepSeek-V3 begins there (`k3-recipe` 12)
     recompute: bool = False  # keep only the input of each layer for the backward pass
+    # forward and backward as one CUDA graph (`train.graph`), where launches take longer than the
+    # kernels: steps of a few thousand tokens. Activations are held twice
+    use_cuda_graph: bool = False
     balancing: Balancing = "quantile"
     balance_ema: float = 0.0  # weight of the old bias in the new one, quantile only
     sign_step_size: float = 1e-3  # of the sign rule, to compare with
@@ -45,6 +48,9 @@ class StepConfig:
         require(tau > 0, "step.qk_clip_tau", tau, "must be positive")
         every = self.qk_clip_every
         require(every >= 1, "step.qk_clip_every", every, "must be at least 1")
+        is_plain = not (self.use_cuda_graph and self.recompute)
+        rule = "cannot be captured with step.recompute=True; choose one"
+        require(is_plain, "step.use_cuda_graph", self.use_cuda_graph, rule)
         kinds = get_args(Balancing)
         require(self.balancing in kinds, "step.balancing", self.balancing, f"one of {kinds}")
 

@@ -21,6 +21,7 @@ from baltoro.optim.qk_clip import QkWeights
 from baltoro.optim.router_health import warn_if_router_cannot_learn
 from baltoro.optim.rules import KdaHeads, Mixer, MlaHeads, k3_structure
 from baltoro.train.config import StepConfig
+from baltoro.train.graph import StepGraphs
 
 Balancer = QuantileBalancer | SignBalancer
 
@@ -33,6 +34,7 @@ class Learner:
     optimizer: Optimizer
     balancer: Balancer | None  # None: the model has no MoE layer
     config: StepConfig
+    graphs: StepGraphs | None = None  # None: every step launches its kernels one by one
     num_steps: int = 0  # steps taken, skipped ones included
     num_tokens: int = 0  # positions with loss that were trained on
 
@@ -41,7 +43,7 @@ def build_learner(model: Model, optim: OptimConfig, config: StepConfig) -> Learn
     """A learner around `model`, which it puts into training mode.
 
     Raises `ValueError` for a parameter that no rule assigns, and for a router that a balancer
-    cannot serve (expert groups). Warns of a router that cannot learn.
+    cannot serve (expert groups), or CUDA graphs without a GPU. Warns of a router that cannot learn.
     """
     parameters = list(model.named_parameters())
     moe = model.config.moe
@@ -54,11 +56,22 @@ def build_learner(model: Model, optim: OptimConfig, config: StepConfig) -> Learn
         for module in model.modules():
             if isinstance(module, Router):
                 module.has_score_gradient = config.balancing == "aux"
+    optimizer = Optimizer(parameters, assignment_of(model), optim)
+    graphs = None
+    if config.use_cuda_graph:
+        device = device_of(model)
+        if device.type != "cuda":
+            raise ValueError(
+                f"step.use_cuda_graph=True: the model is on {device}, and CUDA graphs need an "
+                "NVIDIA GPU; set it to False"
+            )
+        graphs = StepGraphs(optimizer.parameters)
     return Learner(
         model=model.train(),
-        optimizer=Optimizer(parameters, assignment_of(model), optim),
+        optimizer=optimizer,
         balancer=balancer,
         config=config,
+        graphs=graphs,
     )
 
 

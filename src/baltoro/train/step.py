@@ -30,6 +30,7 @@ from baltoro.optim.grad_clip import clip_grad_norm_
 from baltoro.optim.qk_clip import qk_clip_
 from baltoro.optim.router_health import RouterAlarm, router_alarms
 from baltoro.train.attention_logits import record_max_logits
+from baltoro.train.graph import DeviceBatch, Losses, device_batch
 from baltoro.train.learner import (
     Balancer,
     Learner,
@@ -87,11 +88,13 @@ def train_step(
     )
     is_measured = learner.num_steps % config.qk_clip_every == 0
     max_logits: Mapping[str, Tensor] = {}
+    if learner.graphs is not None:
+        learner.graphs.begin()
     with ExitStack() as stack:
         if is_measured:
             max_logits = stack.enter_context(record_max_logits(model))
         for batch in batches:
-            _accumulate(learner, batch, sums)
+            _accumulate(learner, batch, sums, is_measured=is_measured)
     gradients = [
         parameter.grad for parameter in optimizer.parameters.values() if parameter.grad is not None
     ]
@@ -158,34 +161,62 @@ def token_losses(model: Model, output: ModelOutput, targets: Tensor) -> Tensor:
 def run_model(model: Model, batch: PackedBatch, *, recompute: bool = False) -> ModelOutput:
     """The forward pass of a batch, its images included, on the model's device."""
     device = device_of(model)
-    features = None
-    if batch.pixel_values is not None:
-        assert batch.grid_thws is not None
-        pixels = batch.pixel_values.to(device, model.lm_head.weight.dtype)
-        features = model.encode_images(pixels, batch.grid_thws)
     return model(
         batch.tokens.to(device),
         batch.cu_seqlens.to(device),
-        image_features=features,
+        image_features=_image_features(model, batch),
         recompute=recompute,
     )
 
 
-def _accumulate(learner: Learner, batch: PackedBatch, sums: _Sums) -> None:
+def _image_features(model: Model, batch: PackedBatch) -> Tensor | None:
+    if batch.pixel_values is None:
+        return None
+    assert batch.grid_thws is not None
+    pixels = batch.pixel_values.to(device_of(model), model.lm_head.weight.dtype)
+    return model.encode_images(pixels, batch.grid_thws)
+
+
+def _accumulate(learner: Learner, batch: PackedBatch, sums: _Sums, *, is_measured: bool) -> None:
     """Forward and backward of one micro-batch; gradients add up in the parameters."""
+    device = device_of(learner.model)
+
+    def run(inputs: DeviceBatch) -> Losses:
+        return _losses(learner, inputs, batch, sums.num_positions)
+
+    if learner.graphs is None:
+        losses = run(device_batch(batch, sums.weight, device))
+    elif is_measured or batch.pixel_values is not None:
+        losses = run(device_batch(batch, sums.weight, device, is_padded=True))
+    else:
+        inputs = device_batch(batch, sums.weight, device, is_padded=True)
+        losses = learner.graphs.run(run, inputs, sums.num_positions)
+    for total, loss in zip((sums.loss, sums.mtp_loss, sums.aux_loss), losses, strict=True):
+        total += loss
+
+
+def _losses(
+    learner: Learner, inputs: DeviceBatch, batch: PackedBatch, num_positions: int
+) -> Losses:
+    """Run backward too; the shares of the step's loss, MTP loss and auxiliary loss, each `[]`.
+
+    Of `batch` only pictures are read: without them nothing here waits for the device.
+    """
     model, config = learner.model, learner.config
-    device = device_of(model)
-    weights_T, targets_T = batch.weights.to(device), batch.targets.to(device)
-    # a position without weight needs no target, and no logits
-    targets_T = torch.where(weights_T > 0, targets_T, -100)
-    output = run_model(model, batch, recompute=config.recompute)
-    loss = (token_losses(model, output, targets_T) * weights_T).sum() / sums.weight
-    sums.loss += loss.detach()
+    output = model(
+        inputs.tokens,
+        inputs.cu_seqlens,
+        image_features=_image_features(model, batch),
+        recompute=config.recompute,
+    )
+    losses_T = token_losses(model, output, inputs.targets)
+    loss = (losses_T * inputs.weights).sum() / inputs.total_weight
+    token_loss = loss.detach()
+    mtp_loss = aux_loss = torch.zeros_like(token_loss)
     scores = list(output.router_scores)
     if model.config.num_mtp_layers and config.mtp_loss_weight > 0.0:
-        mtp_loss, mtp_scores = _mtp_loss(model, batch, output.mixture, targets_T, weights_T)
-        mtp_loss = mtp_loss / sums.weight
-        sums.mtp_loss += mtp_loss.detach()
+        mtp_loss, mtp_scores = _mtp_loss(model, inputs, output.mixture)
+        mtp_loss = mtp_loss / inputs.total_weight
         loss = loss + config.mtp_loss_weight * mtp_loss
         scores += mtp_scores
     if learner.balancer is not None:
@@ -195,11 +226,12 @@ def _accumulate(learner: Learner, batch: PackedBatch, sums: _Sums) -> None:
         for layer, scores_TE in by_layer.items():
             learner.balancer.observe(layer, scores_TE.detach(), phase="train")
         if config.balancing == "aux":
-            aux_loss = _aux_loss(learner.balancer, by_layer) * len(batch.tokens)
-            aux_loss = aux_loss / sums.num_positions
-            sums.aux_loss += aux_loss.detach() / len(by_layer)
+            aux_loss = _aux_loss(learner.balancer, by_layer) * len(inputs.tokens)
+            aux_loss = aux_loss / num_positions
             loss = loss + config.aux_loss_weight * aux_loss
+            aux_loss = aux_loss / len(by_layer)
     loss.backward()
+    return token_loss, mtp_loss.detach(), aux_loss.detach()
 
 
 def _aux_loss(balancer: Balancer, scores: Mapping[str, Tensor]) -> Tensor:
@@ -211,12 +243,10 @@ def _aux_loss(balancer: Balancer, scores: Mapping[str, Tensor]) -> Tensor:
     return torch.stack(losses).sum()
 
 
-def _mtp_loss(
-    model: Model, batch: PackedBatch, mixture_TD: Tensor, targets_T: Tensor, weights_T: Tensor
-) -> tuple[Tensor, list[Tensor]]:
+def _mtp_loss(model: Model, inputs: DeviceBatch, mixture_TD: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Weighted sum of the losses of all MTP layers, and their router scores."""
-    cu_seqlens = batch.cu_seqlens.to(mixture_TD.device)
-    next_tokens_T = batch.tokens.to(mixture_TD.device)
+    cu_seqlens = inputs.cu_seqlens
+    next_tokens_T, targets_T, weights_T = inputs.tokens, inputs.targets, inputs.weights
     total = mixture_TD.new_zeros((), dtype=torch.float32)
     scores = []
     for index in range(model.config.num_mtp_layers):
@@ -236,10 +266,12 @@ def _mtp_loss(
 
 def shift_left(values_T: Tensor, cu_seqlens: Tensor, *, fill: int) -> Tensor:
     """`values[t + 1]` at `t` within every sequence, `fill` at its last position."""
-    shifted_T = values_T.roll(-1)
-    ends_N = cu_seqlens[1:][cu_seqlens[1:] > cu_seqlens[:-1]].long() - 1
-    shifted_T[ends_N] = fill
-    return shifted_T
+    T = len(values_T)
+    shifted_T = values_T.new_empty(T + 1)  # the last row takes what empty sequences write
+    shifted_T[: T - 1] = values_T[1:]
+    is_empty = cu_seqlens[1:] == cu_seqlens[:-1]
+    shifted_T.index_fill_(0, torch.where(is_empty, T, cu_seqlens[1:] - 1).long(), fill)
+    return shifted_T[:T]
 
 
 def _router_grad_norms(learner: Learner) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ out_t = sum_s softmax_s(scale q_t . k_s) v_s, per head (k3-facts 3.6). No positi
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from baltoro.ops.impl import choose
@@ -37,6 +38,8 @@ def varlen_attention(
     of its keys: query i of m sees the first n - m + i + 1 of n keys. The softmax is fp32 (fp64
     for fp64 input). Without keys nothing can be attended: a sequence with queries needs some, with
     `causal` at least as many as queries.
+
+    While a CUDA graph is captured, which `flash` alone allows, bounds stay on the device unchecked.
     """
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(
@@ -52,6 +55,8 @@ def varlen_attention(
         raise ValueError(
             f"varlen_attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they must be the same"
         )
+    if impl == "flash" and q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return flash.captured_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale)
     bounds_q = _bounds("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     bounds_k = _bounds("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     if len(bounds_q) != len(bounds_k):
