@@ -4,8 +4,9 @@
 
 The step is the real one (`train.step`) on random tokens packed into sequences of one length, and
 its time the mean over steps of which every tenth measures attention logits, as in a run. `--graph`
-measures it also with forward and backward as one CUDA graph (`step.use_cuda_graph`). MFU is the model's FLOPs (`model.counts.flop_counts`: products with active weights, attention and KDA;
-three times the forward) over the rate of a large bf16 product measured in the same run.
+measures it also with forward and backward as one CUDA graph (`step.use_cuda_graph`). MFU is the
+model's FLOPs (`model.counts.flop_counts`: products with active weights, attention and KDA; three
+times the forward) over the rate of a large bf16 product measured in the same run.
 
 `--fla kda attn_res short_conv rms_norm` measures the same model once more in the same run with
 fla's operators in those places (`fla_ops.py`); `--fla-impl OP=IMPL` says what the others run then.
