@@ -182,6 +182,19 @@ def test_the_work_of_a_step_is_counted_from_the_table() -> None:
     assert muon_flops(assign(named, structure), CONFIG) == 5 * (heads + experts)
 
 
+@pytest.mark.parametrize(
+    ("impl", "flops"),
+    [
+        ("torch", 5 * (4 * 8 * 8 * 32 + 2 * 8**3)),
+        ("gram", 4 * 8 * 8 * 32 + 34 * 8**3),
+        ("triton", 6 * 8 * 8 * 32 + 120 * 8**3),
+    ],
+)
+def test_the_work_is_that_of_the_form_that_runs(impl: str, flops: int) -> None:
+    assignment = assign([("q", torch.zeros(16, 32))], {"q": BY_HEAD})
+    assert muon_flops(assignment, OptimConfig(newton_schulz_wide_impl=impl)) == 2 * flops
+
+
 def test_products_in_bf16_stay_near_those_in_fp32() -> None:
     grad = torch.randn(16, 32)
     config = OptimConfig(newton_schulz_dtype="bfloat16")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from baltoro.ops.newton_schulz import newton_schulz
+from baltoro.ops.newton_schulz.shared import MAX_GRAM_STEPS
 from baltoro.optim.assignment import Assignment
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.structure import MatrixBlocks
@@ -107,8 +108,8 @@ def _directions(group: Sequence[MuonBlocks], mu: float) -> Tensor:
 def muon_flops(assignment: Assignment, config: OptimConfig) -> int:
     """Floating-point operations of the matrix products of one step, whatever the batch.
 
-    Per matrix of sides r <= c and Newton-Schulz step: r x r Gram, its square, its product with the
-    matrix, 4 r^2 c + 2 r^3. On small batches this can exceed forward and backward together.
+    Of what each shape's implementation does (`baltoro.ops.newton_schulz`). On small batches this
+    can exceed forward and backward together.
     """
     total = 0
     for row in assignment.rows:
@@ -116,9 +117,18 @@ def muon_flops(assignment: Assignment, config: OptimConfig) -> int:
             continue
         num_matrices = row.blocks.num_groups * math.prod(row.shape[:-2])
         for rows, cols in itertools.product(row.blocks.row_parts, row.blocks.col_parts):
-            short, long = sorted((rows, cols))
-            total += num_matrices * (4 * short**2 * long + 2 * short**3)
-    return config.newton_schulz_steps * total
+            total += num_matrices * _matrix_flops(*sorted((rows, cols)), config)
+    return total
+
+
+def _matrix_flops(short: int, long: int, config: OptimConfig) -> int:
+    steps, impl = config.newton_schulz_steps, _impl_of(short, long, config)
+    num_grams = -(-steps // MAX_GRAM_STEPS)
+    if impl == "triton":  # four products of pairs a step, three bf16 products each
+        return num_grams * 6 * short**2 * long + steps * 24 * short**3
+    if impl == "gram":  # the first step of a Gram matrix is its polynomial alone
+        return num_grams * (4 * short**2 * long - 6 * short**3) + steps * 8 * short**3
+    return steps * (4 * short**2 * long + 2 * short**3)
 
 
 def _impl_of(short: int, long: int, config: OptimConfig) -> str:
