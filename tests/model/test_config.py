@@ -1,9 +1,13 @@
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from model.tiny import VISION, tiny_k3
 
-from baltoro.model.config import ImplConfig, KdaConfig, MoeConfig, gpu_impl
+import baltoro.ops.impl
+from baltoro.model import config as model_config
+from baltoro.model.config import ImplConfig, KdaConfig, MoeConfig, gpu_impl, gpu_refusals
 from baltoro.model.presets import preset
 
 
@@ -78,3 +82,54 @@ def test_a_gpu_gets_kernels_wherever_they_serve_the_model():
     assert (kimi.kda, kimi.situ) == ("torch", "torch")  # a gate without bound, SwiGLU
     packed = replace(k3, moe=replace(k3.moe, expert_format="mxfp4"))
     assert gpu_impl(packed).moe == "torch"
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "operators"),
+    [
+        ("kda", {"head_dim": 32}, {"kda"}),
+        ("kda", {"head_dim": 96}, {"kda", "kda_decode"}),
+        ("kda", {"conv_kernel_size": 5}, {"kda_decode", "short_conv"}),
+        ("kda", {"gate_lower_bound": None}, {"kda"}),
+        ("mla", {"kv_lora_rank": 513}, {"attention_decode"}),
+        ("mla", {"qk_rope_head_dim": 65}, {"attention_decode"}),
+        ("mla", {"qk_nope_head_dim": 193}, {"attention"}),
+        ("mla", {"v_head_dim": 257}, {"attention"}),
+        ("mla", {"v_head_dim": 256, "kv_lora_rank": 512}, set()),
+    ],
+)
+def test_what_the_kernels_do_not_serve_runs_on_torch_and_says_why(
+    part: str, changes: dict[str, int | None], operators: set[str]
+) -> None:
+    model = preset("small")
+    model = replace(model, **{part: replace(getattr(model, part), **changes)})
+    refusals, impl = gpu_refusals(model), gpu_impl(model)
+    assert refusals.keys() == operators
+    assert all(getattr(impl, name) == "torch" for name in operators)
+    for reason in refusals.values():
+        assert part in reason
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "ours"),
+    [
+        ("kda/triton/launch.py", "SM90_DIMS", "KDA_DIMS"),
+        ("kda/triton/decode.py", "DIMS", "KDA_DECODE_DIMS"),
+        ("short_conv/triton.py", "MAX_WIDTH", "MAX_TAPS"),
+        ("mla/flash.py", "_MAX_DIM", "MAX_FLASH_DIM"),
+        ("mla/triton.py", "MAX_RANK", "MAX_LATENT_RANK"),
+        ("mla/triton.py", "MAX_SHARED", "MAX_SHARED_DIM"),
+    ],
+)
+def test_limits_are_those_of_the_kernels(file: str, name: str, ours: str) -> None:
+    # read, not imported: the kernels need triton
+    path = Path(baltoro.ops.impl.__file__).parent / file
+    found = {}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign):
+            (target,) = node.targets
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            many = isinstance(target, ast.Tuple)
+            values = node.value.elts if many and isinstance(node.value, ast.Tuple) else [node.value]
+            found.update(zip((ast.unparse(n) for n in names), values, strict=False))
+    assert ast.literal_eval(found[name]) == getattr(model_config, ours)

@@ -256,15 +256,46 @@ class ModelConfig:
         )
 
 
-def gpu_impl(model: ModelConfig) -> ImplConfig:
-    """The operators of a bf16 run on an NVIDIA GPU: kernels wherever they serve the model."""
-    kda, moe = model.kda, model.moe
-    has_kernels = kda.head_dim in (64, 128) and kda.gate_lower_bound is not None
-    is_packed = moe is not None and moe.expert_format == "mxfp4"
-    return replace(
-        ImplConfig.all("triton"),
-        kda="triton" if has_kernels else "torch",
-        attention="flash",
-        situ="triton" if model.activation == "situ" else "torch",
-        moe="torch" if is_packed else "triton",
+# what the kernels serve: `ops/kda/triton`, `ops/short_conv/triton.py`, `ops/mla`
+KDA_DIMS, KDA_DECODE_DIMS, MAX_TAPS = (64, 128), (16, 32, 64, 128), 4
+MAX_FLASH_DIM, MAX_LATENT_RANK, MAX_SHARED_DIM = 256, 512, 64
+
+
+def gpu_refusals(model: ModelConfig) -> dict[str, str]:
+    """Operators that have no kernel for this model on an NVIDIA GPU, each with the reason."""
+    kda, mla, moe = model.kda, model.mla, model.moe
+    dim, taps, rank, shared = (
+        kda.head_dim,
+        kda.conv_kernel_size,
+        mla.kv_lora_rank,
+        mla.qk_rope_head_dim,
     )
+    width = max(mla.qk_head_dim, mla.v_head_dim)
+    is_packed = moe is not None and moe.expert_format == "mxfp4"
+    rules = (
+        ("kda", dim in KDA_DIMS, f"kda.head_dim={dim} is none of {KDA_DIMS}"),
+        ("kda", kda.gate_lower_bound is not None, "kda.gate_lower_bound is None"),
+        ("kda_decode", dim in KDA_DECODE_DIMS, f"kda.head_dim={dim} is none of {KDA_DECODE_DIMS}"),
+        ("kda_decode", taps <= MAX_TAPS, f"kda.conv_kernel_size={taps} is above {MAX_TAPS}"),
+        ("short_conv", taps <= MAX_TAPS, f"kda.conv_kernel_size={taps} is above {MAX_TAPS}"),
+        ("attention", width <= MAX_FLASH_DIM, f"mla head dim {width} is above {MAX_FLASH_DIM}"),
+        (
+            "attention_decode",
+            rank <= MAX_LATENT_RANK,
+            f"mla.kv_lora_rank={rank} is above {MAX_LATENT_RANK}",
+        ),
+        (
+            "attention_decode",
+            shared <= MAX_SHARED_DIM,
+            f"mla.qk_rope_head_dim={shared} is above {MAX_SHARED_DIM}",
+        ),
+        ("situ", model.activation == "situ", f"activation is {model.activation}"),
+        ("moe", not is_packed, "moe.expert_format is mxfp4"),
+    )
+    return {operator: reason for operator, is_served, reason in rules if not is_served}
+
+
+def gpu_impl(model: ModelConfig) -> ImplConfig:
+    """The operators of a bf16 run on an NVIDIA GPU: kernels but where `gpu_refusals` names one."""
+    kernels = replace(ImplConfig.all("triton"), attention="flash")
+    return replace(kernels, **dict.fromkeys(gpu_refusals(model), "torch"))
