@@ -117,7 +117,8 @@ def muon_flops(assignment: Assignment, config: OptimConfig) -> int:
             continue
         num_matrices = row.blocks.num_groups * math.prod(row.shape[:-2])
         for rows, cols in itertools.product(row.blocks.row_parts, row.blocks.col_parts):
-            total += num_matrices * _matrix_flops(*sorted((rows, cols)), config)
+            short, long = sorted((rows, cols))
+            total += num_matrices * _matrix_flops(short, long, config)
     return total
 
 
