@@ -17,8 +17,8 @@ def expert_loads(biased_TE: Tensor, top_k: int, mask_T: Tensor | None) -> Tensor
 def _loads(biased_TE: Tensor, cutoff_T: Tensor, top_k: int, mask_T: Tensor | None) -> Tensor:
     above_TE = biased_TE > cutoff_T[:, None]
     equal_TE = biased_TE == cutoff_T[:, None]
-    free_T1 = top_k - above_TE.sum(1, keepdim=True)
-    chosen_TE = above_TE | (equal_TE & (equal_TE.cumsum(1) <= free_T1))
+    free_T1 = top_k - above_TE.sum(1, keepdim=True, dtype=torch.int32)
+    chosen_TE = above_TE | (equal_TE & (equal_TE.cumsum(1, dtype=torch.int32) <= free_T1))
     if mask_T is not None:
         chosen_TE &= mask_T[:, None]
     return chosen_TE.sum(0)
