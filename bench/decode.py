@@ -25,8 +25,8 @@ from pathlib import Path
 
 import torch
 import triton
-from kda import ceilings, eager_ms, graph_ms
 from provenance import commit_of
+from timing import ceilings, eager_ms, graph_ms
 from torch import Tensor
 
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda

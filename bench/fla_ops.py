@@ -1,22 +1,12 @@
-"""fla's operators in the place of ours, and its autotuning held to a few launch shapes.
+"""fla's operators in the place of ours. How their launch shapes are found is in `fla_tuning.py`."""
 
-A cold cache costs fla some 270 compilations of a second for every number of heads. Here each of its
-kernels tries `TRIED` shapes, those nearest to what won on an H200 in a full search (one warp for
-kernels over 16 rows, four warps and tiles of 64 for the others), and processes compile them side
-by side before (`kda.py --warm`). How near that comes is seen by the full search's 12.43 ms a step
-of 96 heads and 8,192 tokens.
-"""
-
-import math
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
-import triton
 from torch import Tensor
-from triton.runtime.autotuner import Autotuner
 
 from baltoro.ops.kda import KdaOutput
 from baltoro.ops.short_conv import ShortConvOutput
@@ -32,31 +22,9 @@ except ImportError as error:
     fla, chunk_kda = None, None
     WHY_ABSENT = str(error)
 
-TRIED = 4
-
 
 class BudgetSpentError(Exception):
     """The seconds that were given are over."""
-
-
-def distance(kernel: str, config: triton.Config) -> float:
-    """How far a launch shape is from the usual winner, in doublings."""
-    warps = 1 if "intra" in kernel or "inter_solve" in kernel else 4
-    sizes = [value for value in config.kwargs.values() if isinstance(value, int) and value > 0]
-    off = abs(math.log2(config.num_warps / warps)) + 0.1 * abs(config.num_stages - 3)
-    return off + sum(abs(math.log2(value / 64)) for value in sizes)
-
-
-def hold_autotuning(first: int, last: int) -> None:
-    """Let every kernel try its shapes number `first` to `last` by distance, at least one."""
-    prune = Autotuner.prune_configs
-
-    def fewer(self: Autotuner, kwargs: dict[str, object]) -> list[triton.Config]:
-        name = self.base_fn.__name__
-        configs = sorted(prune(self, kwargs), key=lambda config: distance(name, config))
-        return configs[first:last] or configs[-1:]
-
-    Autotuner.prune_configs = fewer
 
 
 @contextmanager
@@ -152,4 +120,4 @@ def replace_operators(names: Sequence[str]) -> None:
 
 def version() -> str:
     """What is measured."""
-    return f"fla {fla.__version__}, torch {torch.__version__}, {TRIED} launch shapes a kernel"
+    return f"fla {fla.__version__}, torch {torch.__version__}"

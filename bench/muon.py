@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 import triton
-from kda import ceilings, graph_ms
 from provenance import commit_of
+from timing import ceilings, graph_ms
 from torch import Tensor
 
 from baltoro.ops.newton_schulz import newton_schulz

@@ -24,8 +24,8 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 import triton
-from kda import ceilings, eager_ms, graph_ms
 from provenance import commit_of
+from timing import ceilings, eager_ms, graph_ms
 from torch import Tensor
 from triton.runtime.errors import TritonError
 

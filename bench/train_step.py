@@ -22,7 +22,7 @@ from pathlib import Path
 import fla_ops
 import torch
 import triton
-from kda import warm_fla
+from fla_tuning import Tuning
 from provenance import commit_of
 from torch.profiler import ProfilerActivity, profile
 
@@ -111,13 +111,13 @@ def fla_speed(
     flops: int, rate: float,
 ) -> dict[str, object]:  # fmt: skip
     """The same model with fla's operators in the places that are named."""
-    fla_ops.hold_autotuning(0, fla_ops.TRIED)
-    if arguments.positions == arguments.seq_len:
-        warm_fla(((config.model.kda.num_heads, arguments.positions),), 45.0)
     fla_ops.replace_operators(arguments.fla)
+    tuning = Tuning()
     learner = learner_of(with_impls(config, arguments.fla_impl))
-    result = {"what": fla_ops.version(), "operators": arguments.fla, "impl": arguments.fla_impl}
-    return result | speed_of(learner, batches, arguments.steps, flops, rate)
+    speed = speed_of(learner, batches, arguments.steps, flops, rate)
+    tuning.close()
+    what = f"{fla_ops.version()}, {tuning.what()}"
+    return {"what": what, "operators": arguments.fla, "impl": arguments.fla_impl} | speed
 
 
 def main() -> None:
