@@ -99,16 +99,20 @@ class Tuning:
 
     Winners of `table` are taken as they are if it was made with this device and these versions.
     For other kernels the `nearest` shapes that fit are tried, or all of them if it is None.
+    `workers` processes compile, a third of the cores if it is None; with 0 this one does, which is
+    quicker where Triton's cache has everything.
     """
 
-    def __init__(self, *, table: Path = TABLE, nearest: int | None = None, workers: int = 0):
+    def __init__(
+        self, *, table: Path = TABLE, nearest: int | None = None, workers: int | None = None
+    ):
         self.table, self.nearest = table, nearest
         self.winners = self._read()
         self.tried: dict[str, int] = {}
         self._tuners: set[Autotuner] = set()
         self._built: dict[Job, Future[Built]] = {}
         self._pool: ProcessPoolExecutor | None = None
-        self._workers = workers or max(1, (os.cpu_count() or 3) // 3)
+        self._workers = max(1, (os.cpu_count() or 3) // 3) if workers is None else workers
         Autotuner.prune_configs = lambda tuner, kwargs: self._candidates(tuner, kwargs)
         Autotuner.do_bench = staticmethod(QUICK_BENCH)
 
@@ -195,12 +199,19 @@ class Tuning:
         job = job_of(tuner, kwargs, config)
         if job is None:
             return None
+        if job not in self._built:
+            self._built[job] = self._start(job)
+        return self._built[job]
+
+    def _start(self, job: Job) -> Future[Built]:
+        if self._workers == 0:
+            future: Future[Built] = Future()
+            future.set_result(build(job))
+            return future
         if self._pool is None:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(self._workers, mp_context=context)
-        if job not in self._built:
-            self._built[job] = self._pool.submit(build, job)
-        return self._built[job]
+        return self._pool.submit(build, job)
 
 
 def identity(tuner: Autotuner, kwargs: dict[str, object]) -> str:
