@@ -45,3 +45,11 @@ def test_zero_and_absent_gradients_have_norm_zero() -> None:
 def test_a_limit_that_is_not_positive_is_refused(max_norm: float) -> None:
     with pytest.raises(ValueError, match="max_norm"):
         clip_grad_norm_([torch.ones(2)], max_norm=max_norm)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 0.3, 1.0, 2.9])
+def test_bf16_gradients_are_shortened_to_within_a_rounding(max_norm: float) -> None:
+    grads = [torch.full((4, 4), 0.75).bfloat16(), torch.full((3,), -0.5)]
+    clip_grad_norm_(grads, max_norm=max_norm)
+    norm = torch.cat([grad.float().flatten() for grad in grads]).norm()
+    assert 0.988 * max_norm <= norm <= 1.003 * max_norm

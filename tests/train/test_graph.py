@@ -17,7 +17,9 @@ from baltoro.train.step import train_step
 def learner_of(**step):
     torch.manual_seed(0)
     config = pretrain_config("small", is_gpu=True)
-    four_layers = dataclasses.replace(config.model, mixers=config.model.mixers[:4], vocab_size=512)
+    four_layers = dataclasses.replace(
+        config.model, mixers=config.model.mixers[:4], vocab_size=512, pad_token_id=511
+    )
     model = Model(four_layers).cast(torch.bfloat16).cuda()
     return build_learner(model, config.optim, dataclasses.replace(config.step, **step))
 

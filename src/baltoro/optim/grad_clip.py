@@ -10,6 +10,7 @@ from torch import Tensor
 def clip_grad_norm_(grads: Iterable[Tensor], *, max_norm: float) -> Tensor:
     """Scale `grads` in place so that their joint Euclidean norm is at most `max_norm`.
 
+    bf16 gradients take the factor rounded down to bf16, so they may come out .8 % shorter.
     Returns the norm before clipping, fp32 `[]`. If it is not finite the gradients are left as they
     are: the caller reads the norm and skips the step. Nothing is read back to the host.
     """
@@ -29,10 +30,10 @@ def clip_grad_norm_(grads: Iterable[Tensor], *, max_norm: float) -> Tensor:
     norm = torch.linalg.vector_norm(torch.stack(norms))
     factor = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
     for dtype, same in by_dtype.items():
-        if dtype.itemsize < factor.itemsize:
-            # the same product, rounded once; a list of these times an fp32 scalar is a launch each
-            found_inf = torch.zeros_like(factor)
-            torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, factor)
-        else:
-            torch._foreach_mul_(same, factor)
+        torch._foreach_mul_(same, _rounded_down(factor) if dtype == torch.bfloat16 else factor)
     return norm
+
+
+def _rounded_down(factor: Tensor) -> Tensor:
+    """fp32 `[]` to bf16, towards zero: a list times a scalar of its own dtype takes one launch."""
+    return (factor.view(torch.int32) & -65536).view(torch.float32).bfloat16()
