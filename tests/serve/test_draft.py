@@ -207,7 +207,7 @@ def test_mtp_keeps_to_a_grammar_and_leaves_it_where_it_was() -> None:
 
 def test_mtp_guesses_nothing_of_what_it_has_not_seen() -> None:
     served = engine(MTP, speculation=SpeculationConfig(draft="mtp"))
-    sequence = served.submit(request(ids(9), 8))
+    sequence = served.submit(request(ids(9), 9))
     served.step()
     assert len(served.draft.propose([sequence])[0]) == 7
     sequence.num_computed -= 1

@@ -1,6 +1,7 @@
 """The bytes of the pool: views that share no byte, and states that come back as they went."""
 
 import random
+from dataclasses import replace
 
 import torch
 from model.tiny import tiny_k3
@@ -9,6 +10,7 @@ from torch import Tensor
 from baltoro.model.model import Model
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.pool import PagePool
+from baltoro.serve.prefix import extend_chain, root_hash
 from baltoro.serve.request import Request
 from baltoro.serve.sampling import Sampling
 from baltoro.serve.scheduler import SchedulerConfig
@@ -76,3 +78,32 @@ def test_every_layers_state_comes_back_from_cpu_memory_bit_by_bit() -> None:
     for state, (group, view) in zip(before, grouped(pool), strict=True):
         assert torch.equal(state, view[pages[group]])
     assert first.finish_reason == "length"
+
+
+def test_a_state_kept_on_the_way_is_that_of_a_prompt_which_ends_there() -> None:
+    together, apart = served(), served()
+    for engine in (together, apart):
+        engine.model.double()
+    together, apart = (Engine(engine.model, engine.config) for engine in (together, apart))
+    prompts = [request(seed).prompt_ids[: 30 - 3 * seed] for seed in range(2)]  # 30 and 27
+    for n, ids in enumerate(prompts):
+        together.submit(replace(request(n), prompt_ids=ids))
+    together.step()
+    assert together.stats.computed_tokens == 57
+    for n, ids in enumerate(prompts):
+        end = (len(ids) - 1) // 4 * 4
+        apart.generate([replace(request(n, 1), prompt_ids=ids[:end])])
+        kept = [
+            engine.cache.device.checkpoints[hashes(engine, ids[:end])[-1]].state_pages
+            for engine in (together, apart)
+        ]
+        for (group, ours), (_, expected) in zip(
+            grouped(together.runner.pool), grouped(apart.runner.pool), strict=True
+        ):
+            assert torch.allclose(ours[kept[0][group]], expected[kept[1][group]], atol=1e-12)
+
+
+def hashes(engine: Engine, ids: tuple[int, ...]) -> list[bytes]:
+    chain: list[bytes] = []
+    extend_chain(chain, root_hash(engine.weights_version, ""), list(ids), 4, ())
+    return chain

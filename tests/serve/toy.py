@@ -170,8 +170,14 @@ class Toy:
                 self.cache.settle(table, work.start, stop)
                 assert len(table.kv_pages) == self.cache_config.num_kv_pages(stop)
             truth = self.truth[work.sequence] = self.truth[work.sequence][:stop]
-            place = table.capture[0] if table.capture else stop
-            assert work.start < place <= stop
+            place = stop
+            for position, pages in table.captures:
+                assert work.start < position <= stop
+                if work.draft:
+                    place = position
+                elif position < stop:  # a cut: written where it is kept
+                    for page in pages:
+                        self.pages[page] = {-1: truth[position - 1]}
             for page in table.state_pages:
                 self.pages[page] = {-1: truth[place - 1]}
         for source, target in plan.ops.captures:

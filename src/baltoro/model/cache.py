@@ -39,18 +39,52 @@ class LatentPages(NamedTuple):
     max_tokens: int = 1  # most new tokens of a sequence
 
 
+class ScanInputs(NamedTuple):
+    """What a KDA layer's projections give for packed tokens."""
+
+    projected: Tensor  # [T, C], q, k and v side by side, before the convolution
+    decay_logits: Tensor  # [T, H, K]
+    beta_logits: Tensor  # [T, H]
+
+
+class ScanOutput(NamedTuple):
+    """What a KDA layer makes of them: outputs, and what comes before the next tokens."""
+
+    o: Tensor  # [T, H, V]
+    conv_state: Tensor  # [N, C, W - 1]
+    state: Tensor  # [N, H, K, V], fp32
+
+
+class KdaScan(Protocol):
+    """A KDA layer over many tokens of sequences that begin with these windows and states."""
+
+    def __call__(
+        self,
+        inputs: ScanInputs,
+        cu_seqlens: Tensor,
+        conv_state: Tensor | None,
+        state: Tensor | None,
+    ) -> ScanOutput: ...
+
+
+class Attend(Protocol):
+    """An MLA layer's attention of packed queries `[T, H, K]` over latents `[S, R]`."""
+
+    def __call__(
+        self, q_THK: Tensor, kv_SR: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+    ) -> Tensor: ...
+
+
 class Cache(Protocol):
     """What the mixers need of a cache; `form` says which execution form the caller wants."""
 
     # decode: one new token for every sequence, or a few where drafts are verified
     form: Literal["prefill", "decode"]
 
-    def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Prefill: convolution window `[N, C, W-1]` and recurrent state `[N, H, K, V]` (fp32)."""
-        ...
-
-    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
-        """Prefill: keep a KDA layer's window and state after the new tokens."""
+    def prefill_kda(
+        self, layer_idx: int, scan: KdaScan, inputs: ScanInputs, cu_seqlens: Tensor
+    ) -> Tensor:
+        """Prefill: have a layer `scan` the new tokens, `[T, H, V]`; its states move on."""
         ...
 
     def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
@@ -61,8 +95,8 @@ class Cache(Protocol):
         """Add the packed latent rows `[T, R]` of the new tokens."""
         ...
 
-    def kv_packed(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Prefill: all rows of all sequences, `[S, R]`, and their `cu_seqlens` `[N + 1]`."""
+    def attended(self, layer_idx: int, attend: Attend, q_THK: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Prefill: have a layer `attend` to all rows of the sequences, `[T, H, V]`."""
         ...
 
     def latent_pages(self, layer_idx: int) -> LatentPages:
@@ -114,14 +148,14 @@ class DenseCache:
             )
         self._slots = torch.arange(1, num_sequences + 1, device=device)
 
-    def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def prefill_kda(
+        self, layer_idx: int, scan: KdaScan, inputs: ScanInputs, cu_seqlens: Tensor
+    ) -> Tensor:
         windows, states = self._kda[layer_idx]
-        return windows[1:], states[1:]
-
-    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
-        windows, states = self._kda[layer_idx]
-        windows[1:] = conv_state
-        states[1:] = state
+        out = scan(inputs, cu_seqlens, windows[1:], states[1:])
+        windows[1:] = out.conv_state
+        states[1:] = out.state
+        return out.o
 
     def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
         return step(inputs, self._kda[layer_idx], self._slots, None, None)
@@ -137,11 +171,11 @@ class DenseCache:
             buffer[n, lens[n] : ends[n]] = kv_latent[start:end]
         self._kv_lens[layer_idx] = ends
 
-    def kv_packed(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def attended(self, layer_idx: int, attend: Attend, q_THK: Tensor, cu_seqlens: Tensor) -> Tensor:
         buffer, ends = self._kv[layer_idx], self._kv_lens[layer_idx]
-        rows = torch.cat([buffer[n, :end] for n, end in enumerate(ends)])
-        lengths = torch.tensor([0, *ends], device=buffer.device)
-        return rows, lengths.cumsum(0).to(torch.int32)
+        kv_SR = torch.cat([buffer[n, :end] for n, end in enumerate(ends)])
+        bounds = torch.tensor([0, *ends]).cumsum(0).to(torch.int32)
+        return attend(q_THK, kv_SR, cu_seqlens, bounds)
 
     def latent_pages(self, layer_idx: int) -> LatentPages:
         buffer, ends = self._kv[layer_idx], self._kv_lens[layer_idx]

@@ -9,7 +9,7 @@ C = 3 * H * K, the channels of q, k and v side by side.
 import torch
 from torch import Tensor, nn
 
-from baltoro.model.cache import Cache
+from baltoro.model.cache import Cache, ScanInputs, ScanOutput
 from baltoro.model.config import ModelConfig
 from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
@@ -76,25 +76,13 @@ class Kda(nn.Module):
         if cache is not None and cache.form == "decode":
             inputs = DecodeInputs(projected_TC, logits_THK, beta_logits_TH, gate_THV)
             return self.o_proj(cache.decode_kda(self.layer_idx, self._step, inputs).flatten(1))
-        conv_state, state = (None, None) if cache is None else cache.kda_state(self.layer_idx)
-        q_THK, k_THK, v_THV, new_conv_state = self._qkv(projected_TC, cu_seqlens, conv_state)
-        out = chunk_kda_fused(
-            q_THK,
-            k_THK,
-            v_THV,
-            logits_THK,
-            beta_logits_TH,
-            self.A_log,
-            self.dt_bias,
-            cu_seqlens=cu_seqlens,
-            initial_state=state,
-            gate_lower_bound=kda.gate_lower_bound,
-            impl=self.config.impl.kda,
-        )
-        if cache is not None:
-            cache.store_kda_state(self.layer_idx, new_conv_state, out.final_state)
+        given = ScanInputs(projected_TC, logits_THK, beta_logits_TH)
+        if cache is None:
+            o_THV = self._scan(given, cu_seqlens, None, None).o
+        else:
+            o_THV = cache.prefill_kda(self.layer_idx, self._scan, given, cu_seqlens)
         y_THV = gated_rms_norm(
-            out.o,
+            o_THV,
             self.o_norm.weight,
             gate_THV,
             eps=self.config.rms_norm_eps,
@@ -127,19 +115,37 @@ class Kda(nn.Module):
         convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
         return torch.cat([conv.weight for conv in convs]).squeeze(1)
 
-    def _qkv(
-        self, projected_TC: Tensor, cu_seqlens: Tensor, conv_state: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _scan(
+        self,
+        inputs: ScanInputs,
+        cu_seqlens: Tensor,
+        conv_state: Tensor | None,
+        state: Tensor | None,
+    ) -> ScanOutput:
+        """Convolution and delta rule over many tokens of each sequence."""
+        kda = self.config.kda
         mixed = short_conv(
-            projected_TC,
+            inputs.projected,
             self._taps(),
             cu_seqlens=cu_seqlens,
             initial_state=conv_state,
             impl=self.config.impl.short_conv,
         )
-        heads, dim = self.config.kda.num_heads, self.config.kda.head_dim
-        q_THK, k_THK, v_THV = mixed.y.view(-1, 3, heads, dim).unbind(1)
-        return q_THK, k_THK, v_THV, mixed.final_state
+        q_THK, k_THK, v_THV = mixed.y.view(-1, 3, kda.num_heads, kda.head_dim).unbind(1)
+        out = chunk_kda_fused(
+            q_THK,
+            k_THK,
+            v_THV,
+            inputs.decay_logits,
+            inputs.beta_logits,
+            self.A_log,
+            self.dt_bias,
+            cu_seqlens=cu_seqlens,
+            initial_state=state,
+            gate_lower_bound=kda.gate_lower_bound,
+            impl=self.config.impl.kda,
+        )
+        return ScanOutput(out.o, mixed.final_state, out.final_state)
 
     def join(self) -> None:
         """Make one product of the input's projections where no gradient is wanted."""

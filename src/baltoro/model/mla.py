@@ -53,8 +53,7 @@ class Mla(nn.Module):
             if cache.form == "decode":
                 y_THV = self._absorbed(q_THK, cache.latent_pages(self.layer_idx))
             else:
-                kv_SR, cu_seqlens_k = cache.kv_packed(self.layer_idx)
-                y_THV = self._expanded(q_THK, kv_SR, cu_seqlens, cu_seqlens_k)
+                y_THV = cache.attended(self.layer_idx, self._expanded, q_THK, cu_seqlens)
         y_TC = y_THV.flatten(1)
         for gate_TC in gates:
             y_TC = y_TC * torch.sigmoid(gate_TC)
@@ -85,6 +84,7 @@ class Mla(nn.Module):
     def _expanded(
         self, q_THK: Tensor, kv_SR: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
     ) -> Tensor:
+        """`[T, H, V]`: queries over keys and values made of their latents."""
         mla = self.config.mla
         latent_SR, shared_SR = kv_SR.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
         nope_SHK, v_SHV = (

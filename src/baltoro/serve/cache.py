@@ -78,7 +78,7 @@ class PrefixCache:
         return need <= self.device.num_available
 
     def next_stop(self, table: Table, start: int, end: int) -> int:
-        """Where a slice from `start` towards `end` must stop so that its state can be kept."""
+        """The first position behind `start`, at most `end`, whose state is to be kept."""
         if not table.is_cacheable:
             return end
         stops = [stop for stop in table.stops if start < stop < end]
@@ -87,28 +87,43 @@ class PrefixCache:
             stops.append((start // interval + 1) * interval)
         return min([*stops, end])
 
-    def plan_capture(self, table: Table, chain: Sequence[bytes], end: int) -> None:
-        """Have the state at `end` copied away after this step, if a boundary and if there is room.
+    def slice_stop(self, table: Table, start: int, end: int) -> int:
+        """Where a slice from `start` towards `end` must stop so that its states can be kept.
 
-        Call it once the step's sequences have their pages, so that it can take none from them.
+        One call may keep two: at its end, and at a stop that at most a hash block follows.
         """
-        if not table.is_cacheable or end % self.config.hash_block or end == 0:
+        stop = self.next_stop(table, start, end)
+        is_only = self.next_stop(table, stop, end) == end
+        return end if is_only and end - stop <= self.config.hash_block else stop
+
+    def plan_captures(self, table: Table, chain: Sequence[bytes], start: int, end: int) -> None:
+        """Have the states at `end`, and at a stop before it, kept: at boundaries if there is room.
+
+        The former is copied away after this step, the latter written where it is kept. Call it
+        once the step's sequences have their pages, so that it can take none from them.
+        """
+        if not table.is_cacheable:
             return
-        known = self.device.checkpoints.get(chain[end // self.config.hash_block - 1])
-        if known is not None:
-            self.device.touch(known, self._clock)
-            return
-        pages = self._capture_pages(table)
-        if pages:
-            table.capture = (end, pages)
-            self.ops.captures += zip(table.state_pages, pages, strict=True)
+        unit = self.config.hash_block
+        for position in sorted({self.next_stop(table, start, end), end}):
+            if position % unit:
+                continue
+            known = self.device.checkpoints.get(chain[position // unit - 1])
+            if known is not None:
+                self.device.touch(known, self._clock)
+                continue
+            pages = self._capture_pages(table)
+            if pages:
+                table.captures.append((position, pages))
+            if pages and position == end:
+                self.ops.captures += zip(table.state_pages, pages, strict=True)
 
     def plan_draft(self, table: Table, start: int, end: int) -> None:
-        """As `plan_capture`, for new tokens of which some may go: `settle` says where they end."""
+        """As `plan_captures`, for new tokens of which some may go: `settle` says where they end."""
         unit = self.config.hash_block
         if table.is_cacheable and end // unit > start // unit:
             pages = self._capture_pages(table)
-            table.capture = (0, pages) if pages else None
+            table.captures = [(0, pages)] if pages else []
 
     def settle(self, table: Table, start: int, end: int) -> None:
         """The tokens from `start` to `end` stay: give back what the others would have needed.
@@ -118,26 +133,26 @@ class PrefixCache:
         for page in reversed(table.kv_pages[self.config.num_kv_pages(end) :]):
             self.device.release(page, self._clock)
         del table.kv_pages[self.config.num_kv_pages(end) :]
-        if table.capture is None:
+        if not table.captures:
             return
-        boundary, pages = end // self.config.hash_block * self.config.hash_block, table.capture[1]
-        table.capture = (boundary, pages) if boundary > start else None
-        if table.capture:
+        ((_, pages),) = table.captures
+        boundary = end // self.config.hash_block * self.config.hash_block
+        table.captures = [(boundary, pages)] if boundary > start else []
+        if table.captures:
             self.ops.captures += zip(table.state_pages, pages, strict=True)
         else:
             for page in pages:
                 self.device.release(page, self._clock)
 
     def commit(self, table: Table, chain: Sequence[bytes], num_computed: int) -> None:
-        """Register what a sequence has computed, its captured state among it."""
+        """Register what a sequence has computed, its captured states among it."""
         if table.is_cacheable:
             size, unit = self.config.page_size, self.config.hash_block
             for block in range(table.num_registered, num_computed // unit):
                 self.device.register(chain[block], table.kv_pages[block * unit // size])
             table.num_registered = num_computed // unit
-        if table.capture is not None:
-            position, pages = table.capture
-            table.capture = None
+        captures, table.captures = table.captures, []
+        for position, pages in captures:
             if table.is_cacheable:
                 self._keep(table, chain, position, pages)
             for page in pages:
@@ -172,7 +187,8 @@ class PrefixCache:
         holds = {self.device: list[int](), self.host: list[int]()}
         for table in self._tables:
             holds[self.device] += [*table.kv_pages, *table.state_pages]
-            holds[self.device] += table.capture[1] if table.capture else ()
+            for _, captured in table.captures:
+                holds[self.device] += captured
         for tier, checkpoint in self._pins:
             holds[tier] += checkpoint.pages
         for tier, page in self._holds:

@@ -271,7 +271,7 @@ class Engine:
             if token is not None:
                 self._append(sequence, token)
         sequence.extend_chain(self.layout.hash_block)
-        if table.capture is not None or stop // self.layout.hash_block > table.num_registered:
+        if table.captures or stop // self.layout.hash_block > table.num_registered:
             self.cache.commit(table, sequence.chain, stop)
         if not tokens:
             return

@@ -80,5 +80,6 @@ class Table:
     last_kept: int  # position of the last kept state below this sequence
     num_registered: int = 0  # hash blocks offered to the index
     latest: Checkpoint | None = None  # gives way to the next one unless somebody read it
-    # position and pages of this step's state; position 0: where drafts will turn out to end
-    capture: tuple[int, tuple[int, ...]] | None = None
+    # positions, in order, and pages of this step's states that are kept: at the end of its tokens,
+    # and at one boundary before it; position 0: where drafts will turn out to end
+    captures: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

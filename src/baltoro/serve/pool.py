@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from baltoro.model.cache import KdaStep, LatentPages
+from baltoro.model.cache import Attend, KdaScan, KdaStep, LatentPages, ScanInputs
 from baltoro.model.config import ModelConfig
 from baltoro.ops.kda.decode import DecodeInputs, StatePool
 from baltoro.serve.layout import PoolLayout
@@ -109,14 +109,64 @@ class Span(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def cut(self) -> tuple[int, tuple[int, ...]] | None:
+        """A position inside whose state is kept, and its pages."""
+        captures = self.table.captures
+        return next((kept for kept in captures if self.start < kept[0] < self.stop), None)
+
+
+class Piece(NamedTuple):
+    """Tokens of one sequence that a recurrence takes in at once."""
+
+    number: int  # of the sequence
+    start: int
+    stop: int
+    row: int  # of the first in the pack
+    source: tuple[int, ...]  # pages of the state before them
+    target: tuple[int, ...]  # and of the state behind them
+
+
+class Part(NamedTuple):
+    """Pieces of different sequences, one behind the other in the pack."""
+
+    tokens: slice  # of the pack
+    cu_seqlens: Tensor  # int32 [n + 1], from its first token
+    sources_GN: Tensor
+    targets_GN: Tensor
+
+
+def pieces_of(spans: Sequence[Span], tail_row: int | None = None) -> list[list[Piece]]:
+    """The sequences' tokens up to their cuts; and those behind, from row `tail_row` of the pack.
+
+    Without a `tail_row` they follow right behind the former.
+    """
+    heads, tails, row = list[Piece](), list[Piece](), 0
+    for n, (table, start, stop) in enumerate(spans):
+        cut, pages = spans[n].cut or (stop, table.state_pages)
+        heads.append(Piece(n, start, cut, row, table.state_pages, pages))
+        row += cut - start
+    row = row if tail_row is None else tail_row
+    for n, pages in ((piece.number, piece.target) for piece in heads):
+        table, _, stop = spans[n]
+        if pages is not table.state_pages:
+            tails.append(Piece(n, heads[n].stop, stop, row, pages, table.state_pages))
+            row += stop - heads[n].stop
+    return [heads, tails] if tails else [heads]
+
 
 class PagedCache:
-    """A `baltoro.model.cache.Cache` over the pages of some sequences."""
+    """A `baltoro.model.cache.Cache` over the pages of some sequences.
+
+    Where a sequence is cut, the pack has its tokens before the cut among those of the others, and
+    those behind it after all of them: `pieces`.
+    """
 
     def __init__(
         self, pool: PagePool, form: Literal["prefill", "decode"], spans: Sequence[Span]
     ) -> None:
         self.form: Literal["prefill", "decode"] = form
+        self.pieces = pieces_of(spans)
         self._pool = pool
         size, device = pool.layout.page_size, pool.pages.device
         self._starts = [span.start for span in spans]
@@ -130,26 +180,37 @@ class PagedCache:
             for span, count in zip(spans, counts, strict=True)
         ]
         self._counts = counts
-        self._pages_NP = torch.tensor(padded, dtype=torch.int32, device=device)
+        pages_NP = torch.tensor(padded, dtype=torch.int32)
+        self._pages_NP = pages_NP.to(device)
         self._lengths_N = torch.tensor(self._stops, dtype=torch.int32, device=device)
-        positions = [torch.arange(span.start, span.stop) for span in spans]
-        rows_T = torch.cat(positions).to(device)
-        owner_T = torch.arange(len(spans)).repeat_interleave(
+        self._cu_seqlens = torch.tensor([0, *(stop - start for _, start, stop in spans)]).cumsum(0)
+        in_order = [piece for part in self.pieces for piece in part]
+        positions = [torch.arange(piece.start, piece.stop) for piece in in_order]
+        rows_T = torch.cat(positions)
+        owner_T = torch.tensor([piece.number for piece in in_order]).repeat_interleave(
             torch.tensor([len(p) for p in positions])
         )
-        self._new_pages_T = self._pages_NP[owner_T.to(device), rows_T // size]
-        self._new_rows_T = rows_T % size
+        self._new_pages_T = pages_NP[owner_T, rows_T // size].to(device)
+        self._new_rows_T = (rows_T % size).to(device)
+        # rows of the pack by sequence; None where they are
+        self._order_T: Tensor | None = None
+        if len(self.pieces) > 1 and len(spans) > 1:
+            self._order_T = torch.argsort(owner_T, stable=True).to(device)
+        self._parts = [_part(pieces, device) for pieces in self.pieces]
 
-    def kda_state(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def prefill_kda(
+        self, layer_idx: int, scan: KdaScan, inputs: ScanInputs, cu_seqlens: Tensor
+    ) -> Tensor:
         group, (windows, states) = self._pool.states(layer_idx)
-        pages_N = self._state_pages_GN[group]
-        return windows[pages_N], states[pages_N]
-
-    def store_kda_state(self, layer_idx: int, conv_state: Tensor, state: Tensor) -> None:
-        group, (windows, states) = self._pool.states(layer_idx)
-        pages_N = self._state_pages_GN[group]
-        windows[pages_N] = conv_state
-        states[pages_N] = state
+        outputs = []
+        for part in self._parts:
+            given = ScanInputs(*(x[part.tokens] for x in inputs))
+            sources_N, targets_N = part.sources_GN[group], part.targets_GN[group]
+            out = scan(given, part.cu_seqlens, windows[sources_N], states[sources_N])
+            windows[targets_N] = out.conv_state
+            states[targets_N] = out.state
+            outputs.append(out.o)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
         group, pool = self._pool.states(layer_idx)
@@ -158,20 +219,42 @@ class PagedCache:
     def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
         self._pool.latents(layer_idx)[self._new_pages_T, self._new_rows_T] = kv_latent
 
-    def kv_packed(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        latents = self._pool.latents(layer_idx)
+    def attended(self, layer_idx: int, attend: Attend, q_THK: Tensor, cu_seqlens: Tensor) -> Tensor:
+        latents, order_T = self._pool.latents(layer_idx), self._order_T
         rows = [
             latents[self._pages_NP[n, : self._counts[n]]].flatten(0, 1)[:stop]
             for n, stop in enumerate(self._stops)
         ]
-        bounds = torch.tensor([0, *self._stops], device=latents.device).cumsum(0)
-        return torch.cat(rows), bounds.to(torch.int32)
+        kv_SR = rows[0] if len(rows) == 1 else torch.cat(rows)
+        # both bounds on the host: who looks at them need not wait for the device
+        bounds = torch.tensor([0, *self._stops]).cumsum(0)
+        if order_T is None:
+            return attend(q_THK, kv_SR, self._cu_seqlens, bounds)
+        y_THV = attend(self.by_sequence(q_THK), kv_SR, self._cu_seqlens, bounds)
+        return torch.empty_like(y_THV).index_copy_(0, order_T, y_THV)
+
+    def by_sequence(self, x_TD: Tensor) -> Tensor:
+        """Rows of the pack in the order of the sequences and their tokens."""
+        return x_TD if self._order_T is None else x_TD[self._order_T]
 
     def latent_pages(self, layer_idx: int) -> LatentPages:
         return LatentPages(self._pool.latents(layer_idx), self._pages_NP, self._lengths_N)
 
     def is_empty(self, layer_idx: int) -> Tensor:
         return torch.tensor([start == 0 for start in self._starts])
+
+
+def _part(pieces: Sequence[Piece], device: torch.device) -> Part:
+    first, last = pieces[0].row, pieces[-1]
+    bounds = [*(piece.row - first for piece in pieces), last.row + last.stop - last.start - first]
+    pages = [[piece.source for piece in pieces], [piece.target for piece in pieces]]
+    sources_NG, targets_NG = torch.tensor(pages).to(device)
+    return Part(
+        slice(first, first + bounds[-1]),
+        torch.tensor(bounds, dtype=torch.int32, device=device),
+        sources_NG.T.contiguous(),
+        targets_NG.T.contiguous(),
+    )
 
 
 class VerifyCache(PagedCache):

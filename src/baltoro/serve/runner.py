@@ -13,6 +13,7 @@ read the former. What was computed ahead for a sequence that ended or lost its p
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Series
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from baltoro.model.model import Model
 from baltoro.serve.pages import Table
-from baltoro.serve.pool import PagedCache, PagePool, Span, VerifyCache
+from baltoro.serve.pool import PagedCache, PagePool, Piece, Span, VerifyCache
 from baltoro.serve.request import Constraint, NewToken, Sequence
 from baltoro.serve.resident import FED, Place, ResidentBatch
 from baltoro.serve.sampler import Drawing, Row, draw, drawing_of, row_of
@@ -228,32 +229,36 @@ class Runner:
 
     def _forward(self, works: Series[Work], cache: PagedCache) -> tuple[Tensor, Tensor]:
         """Hidden states `[N, D]` of the rows to draw, and all mixtures `[T, D]`."""
-        ids, bounds, last = list[int](), [0], list[int]()
-        for work in works:
-            ids += work.sequence.tokens[work.start : work.stop]
-            ids += work.draft
-            bounds.append(len(ids))
-            if work.is_sampled:
-                last += range(len(ids) - 1 - len(work.draft), len(ids))
+        pieces = [piece for part in cache.pieces for piece in part]
+        ids, ends = list[int](), [0] * len(works)
+        for piece in pieces:
+            ids += _tokens(works[piece.number], piece)
+            ends[piece.number] = len(ids)
+        last = [
+            row
+            for work, end in zip(works, ends, strict=True)
+            if work.is_sampled
+            for row in range(end - 1 - len(work.draft), end)
+        ]
         tokens_T = torch.tensor(ids, device=self.device)
+        bounds = list(accumulate((work.end - work.start for work in works), initial=0))
         cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=self.device)
-        output = self.model(tokens_T, cu_seqlens, cache, self._features(works))
+        output = self.model(tokens_T, cu_seqlens, cache, self._features(works, pieces))
         rows = torch.tensor(last, dtype=torch.int64, device=self.device)
-        return output.hidden[rows], output.mixture
+        return output.hidden[rows], cache.by_sequence(output.mixture)
 
-    def _features(self, works: Series[Work]) -> Tensor | None:
+    def _features(self, works: Series[Work], pieces: Series[Piece]) -> Tensor | None:
         """Image rows of the placeholders among the new tokens; None if no prompt has pictures."""
         vision = self.model.config.vision
         if vision is None or all(w.sequence.request.image_features is None for w in works):
             return None
         pad = vision.placeholder_token_id
         rows = []
-        for work in works:
-            request, tokens = work.sequence.request, work.sequence.tokens
-            features = request.image_features
-            used = tokens[: work.start].count(pad)
-            new = (*tokens[work.start : work.stop], *work.draft)
-            for _ in range(new.count(pad)):
+        for piece in pieces:
+            work = works[piece.number]
+            features = work.sequence.request.image_features
+            used = work.sequence.tokens[: piece.start].count(pad)
+            for _ in range(_tokens(work, piece).count(pad)):
                 # one that the model wrote itself, or without pictures, is an ordinary token
                 if features is not None and used < len(features):
                     rows.append(features[used].to(self.device))
@@ -354,8 +359,14 @@ def _spans(works: Series[Work]) -> list[Span]:
     return spans
 
 
+def _tokens(work: Work, piece: Piece) -> list[int]:
+    """The new tokens of a piece of a work, drafted ones among them."""
+    tokens = work.sequence.tokens[piece.start : min(piece.stop, work.stop)]
+    return [*tokens, *work.draft] if piece.stop == work.end else tokens
+
+
 def _captured(work: Work, stop: int) -> int:
     """Where the state of a work that ends at `stop` is to be copied away, or else its end."""
     assert work.sequence.table is not None
-    capture = work.sequence.table.capture
-    return stop if capture is None else capture[0]
+    captures = work.sequence.table.captures
+    return captures[0][0] if captures else stop

@@ -161,7 +161,7 @@ class Scheduler:
             if work.draft:
                 self.cache.plan_draft(sequence.table, work.start, work.end)
             else:
-                self.cache.plan_capture(sequence.table, sequence.chain, work.stop)
+                self.cache.plan_captures(sequence.table, sequence.chain, work.start, work.stop)
         return StepPlan(decodes, prefills, self.cache.ops)
 
     def remove(self, sequence: Sequence) -> None:
@@ -308,7 +308,7 @@ class Scheduler:
         for sequence in sequences:
             assert sequence.table is not None
             start = sequence.num_computed
-            wants.append(self.cache.next_stop(sequence.table, start, len(sequence.tokens)) - start)
+            wants.append(self.cache.slice_stop(sequence.table, start, len(sequence.tokens)) - start)
         grants = []
         for want in wants:
             grants.append(min(want, share, budget))
