@@ -1,11 +1,11 @@
 """Run the benches of operators and of a step on a GPU one after another, in a budget of seconds.
 
-    PYTHONPATH=src python3 bench/all.py --budget 200 [--only kda muon] [--fla FOLDER] [--out FOLDER]
+    PYTHONPATH=src python3 bench/all.py [--quick] [--only kda muon] [--fla FOLDER] [--out FOLDER]
 
 Each section is a process, so that one that fails takes nothing with it, and keeps its JSON after
-every row. It is stopped after the seconds that it should need, or that are left. At the end: floor,
-ours and fla, in milliseconds, for every row that was kept. `--fla` is a folder with fla's package
-(`pip install --target`), seen by the sections that measure it.
+every row. It is stopped after the seconds that it should need, or that are left. At the end: every
+time of every row that was kept, in milliseconds, over the floor and over ours. `--fla` is a folder
+with fla's package (`pip install --target`), seen by the sections that measure it.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
+OURS = ("ours", "triton", "gram")  # how benches call what this repository has for it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,32 +27,57 @@ class Section:
 
     name: str  # of the results too
     script: str
-    arguments: tuple[str, ...] = ()
-    seconds: float  # that it should need
+    arguments: tuple[str, ...]
+    quick: tuple[str, ...] | None = None  # instead, where device time is short
+    seconds: tuple[float, float]  # that it should need, whole and quick
     uses_fla: bool = False
 
 
 SECTIONS = (
-    Section(name="muon", script="muon.py", arguments=("--budget", "30"), seconds=50),
     Section(
-        name="ops_pointwise_shapes_tried",
-        script="ops_pointwise.py",
-        arguments=("--tune", "--budget", "50"),
-        seconds=75,
+        name="kda",
+        script="kda.py",
+        arguments=("--fla-seconds", "120"),
+        quick=("--quick", "--fla-seconds", "60"),
+        seconds=(300, 90),
+        uses_fla=True,
+    ),
+    Section(
+        name="decode",
+        script="decode.py",
+        arguments=("--only", "kda", "--budget", "60"),
+        quick=("--only", "kda", "--budget", "25"),
+        seconds=(80, 40),
+        uses_fla=True,
+    ),
+    Section(
+        name="mla",
+        script="mla.py",
+        arguments=("--budget", "90"),
+        quick=("--quick", "--budget", "25"),
+        seconds=(120, 45),
+    ),
+    Section(
+        name="moe",
+        script="moe.py",
+        arguments=("--budget", "90"),
+        quick=("--quick", "--budget", "25"),
+        seconds=(120, 45),
     ),
     Section(
         name="ops_pointwise",
         script="ops_pointwise.py",
-        arguments=("--ways", "triton", "--budget", "40"),
-        seconds=60,
-    ),
-    Section(name="decode", script="decode.py", seconds=60, uses_fla=True),
-    Section(
-        name="kda",
-        script="kda.py",
-        arguments=("--quick", "--fla-seconds", "80"),
-        seconds=130,
+        arguments=("--budget", "120"),
+        quick=("--ways", "triton", "--budget", "30"),
+        seconds=(180, 50),
         uses_fla=True,
+    ),
+    Section(
+        name="muon",
+        script="muon.py",
+        arguments=("--budget", "60"),
+        quick=("--budget", "20"),
+        seconds=(80, 40),
     ),
     Section(
         name="train_step_8192",
@@ -61,20 +87,25 @@ SECTIONS = (
             *("--fla", "kda", "attn_res", "short_conv", "rms_norm"),
             *("--fla-impl", "situ=torch"),  # which fla lacks; experts and loss stay ours
         ),
-        seconds=150,
+        seconds=(150, 150),
         uses_fla=True,
     ),
 )
 
 
-def run(section: Section, seconds: float, commit: str, fla: Path | None, out: Path) -> str:
+def run(
+    section: Section, is_quick: bool, seconds: float, commit: str, fla: Path | None, out: Path
+) -> str:
     """How the section ended, in a word or two."""
+    arguments = section.arguments
+    if is_quick and section.quick is not None:
+        arguments = section.quick
     environment = dict(os.environ)
     if section.uses_fla and fla is not None:
         path = os.pathsep.join([environment.get("PYTHONPATH", ""), str(fla)])
         environment["PYTHONPATH"] = path
     command = [
-        sys.executable, str(HERE / section.script), *section.arguments,
+        sys.executable, str(HERE / section.script), *arguments,
         "--commit", commit, "--out", str(out / f"{section.name}.json"),
     ]  # fmt: skip
     try:
@@ -105,17 +136,28 @@ def print_rows(path: Path) -> None:
         print(f"  {sizes[:100]}")
         times = milliseconds(row)
         for name, value in times.items():
-            way = name.split(".")[0]
-            floor = times.get("floor" + name.removeprefix(way).replace("_eager", "").replace(
-                "_graph", ""))  # fmt: skip
-            over = "" if floor is None or way == "floor" else f"  {value / floor:.2f} x floor"
-            print(f"    {name:40s} {value:10.4f}{over}")
+            print(f"    {name:40s} {value:10.4f}{over(times, name)}")
+
+
+def over(times: dict[str, float], name: str) -> str:
+    """A time as a multiple of its row's floor, and of ours."""
+    way, _, what = name.partition(".")
+    if not what or way == "floor":
+        return ""
+    bare = what.replace("eager_", "").replace("graph_", "")
+    floor = times.get(f"floor.{bare}", times.get(f"floor_{bare}"))
+    ours = next((times[f"{us}.{what}"] for us in OURS if f"{us}.{what}" in times), None)
+    found = "" if floor is None else f"  {times[name] / floor:6.2f} x floor"
+    if ours is not None and way not in OURS:
+        found += f"  {times[name] / ours:6.2f} x ours"
+    return found
 
 
 def main() -> None:
     names = [section.name for section in SECTIONS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds for all")
+    parser.add_argument("--budget", type=float, default=1200.0, help="seconds for all")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes in every section")
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--fla", type=Path, help="folder that holds fla's package")
     parser.add_argument("--out", type=Path, default=HERE / "results")
@@ -134,8 +176,10 @@ def main() -> None:
             continue
         print(f"== {section.name}, {left:.0f} s left", flush=True)
         start = time.monotonic()
-        seconds = min(left, section.seconds)
-        result = run(section, seconds, arguments.commit, arguments.fla, arguments.out)
+        seconds = min(left, section.seconds[arguments.quick])
+        result = run(
+            section, arguments.quick, seconds, arguments.commit, arguments.fla, arguments.out
+        )
         ends[section.name] = f"{result} after {time.monotonic() - start:.0f} s"
     for name, how in ends.items():
         print(f"== {name}: {how}", flush=True)

@@ -24,13 +24,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import triton
 from provenance import commit_of
-from timing import ceilings, eager_ms, graph_ms
+from timing import Rates, both_ms
 from torch import Tensor
 
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
-from baltoro.ops.mla import triton as mla_kernels
 from baltoro.ops.mla.paged import paged_latent_attention
 
 try:
@@ -42,14 +40,6 @@ DIM, TAPS, BOUND = 128, 4, -5.0
 RANK, SHARED, PAGE_SIZE = 512, 64, 512
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BATCHES = (128, 256, 32, 1)
-# heads and launches that were not chosen for them
-OTHER_SHAPES = (
-    (16, mla_kernels.Shape(16, 32, 4, 5)),
-    (96, mla_kernels.Shape(16, 32, 8, 5)),
-    (96, mla_kernels.Shape(64, 32, 8, 5)),
-    (16, mla_kernels.Shape(16, 32, 8, 6)),
-)
-
 Row = dict[str, object]
 
 
@@ -157,24 +147,17 @@ def refuse_wrong_results() -> None:
 
 def times(run: Callable[[], object]) -> dict[str, float]:
     with torch.no_grad():
-        return {"eager_ms": eager_ms(run), "graph_ms": graph_ms(run)}
+        return both_ms(run)
 
 
-class Rates:
-    """What this card does in this run."""
-
-    def __init__(self) -> None:
-        self.bytes_per_s, self.flops_per_s = ceilings()
-
-    def floors(self, num_bytes: int, flops: int = 0) -> dict[str, float]:
-        bytes_ms = 1e3 * num_bytes / self.bytes_per_s
-        flops_ms = 1e3 * flops / self.flops_per_s
-        return {"bytes_ms": bytes_ms, "flops_ms": flops_ms, "floor_ms": max(bytes_ms, flops_ms)}
+def floors_of(rates: Rates, num_bytes: int, flops: int = 0) -> dict[str, float]:
+    bytes_ms, flops_ms = rates.floor_ms(num_bytes), rates.floor_ms(0, flops)
+    return {"bytes_ms": bytes_ms, "flops_ms": flops_ms, "floor_ms": max(bytes_ms, flops_ms)}
 
 
 def time_layer(rates: Rates, num_heads: int, batch: int, state: str, tokens: int) -> Row:
     arguments = layer(num_heads, batch, state, tokens)
-    floors = rates.floors(layer_bytes(arguments))
+    floors = floors_of(rates, layer_bytes(arguments))
     ours = times(lambda: decode_kda(**arguments, impl="triton"))
     row: Row = {
         "op": "kda", "heads": num_heads, "batch": batch, "state": state, "tokens": tokens,
@@ -190,22 +173,12 @@ def time_attention(rates: Rates, num_heads: int, batch: int, context: int, token
     q, latents = arguments["q_latent"], arguments["latents"]
     num_bytes = latents.nbytes + q.nbytes + q[..., :RANK].numel() * q.itemsize
     flops = 2 * q.shape[0] * num_heads * context * (2 * RANK + SHARED)
-    floors = rates.floors(num_bytes, flops)
+    floors = floors_of(rates, num_bytes, flops)
     ours = times(lambda: paged_latent_attention(**arguments, impl="triton"))
     return {
         "op": "mla", "heads": num_heads, "batch": batch, "context": context, "tokens": tokens,
-        "shape": list(mla_kernels.shape_of(tokens * num_heads)), **floors, "ours": ours,
-        "share_of_copy": floors["bytes_ms"] / ours["graph_ms"],
+        **floors, "ours": ours, "share_of_copy": floors["bytes_ms"] / ours["graph_ms"],
     }  # fmt: skip
-
-
-def time_other_shape(rates: Rates, num_heads: int, shape: mla_kernels.Shape) -> Row:
-    chosen = mla_kernels.shape_of
-    mla_kernels.shape_of = lambda num_rows: shape
-    try:
-        return time_attention(rates, num_heads, 32, 16384, 1)
-    finally:
-        mla_kernels.shape_of = chosen
 
 
 def work(rates: Rates) -> list[tuple[str, Callable[[], Row]]]:
@@ -226,9 +199,6 @@ def work(rates: Rates) -> list[tuple[str, Callable[[], Row]]]:
                 mla(num_heads, batch, context, 1)
     kda(96, 32, "fp32", 4)
     mla(16, 32, 16384, 4)
-    for num_heads, shape in OTHER_SHAPES:
-        run = partial(time_other_shape, rates, num_heads, shape)
-        found.append((f"mla {num_heads} {shape}", run))
     return found
 
 
@@ -236,24 +206,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/decode.json"))
     parser.add_argument("--commit", help="instead of asking git")
+    parser.add_argument("--only", choices=("kda", "mla"), help="one operator")
     parser.add_argument("--budget", type=float, default=50.0, help="seconds to begin work in")
     arguments = parser.parse_args()
     start = time.monotonic()
     commit = commit_of(arguments.commit)
     refuse_wrong_results()
-    rates = Rates()
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit,
-        "copy_tb_per_s": rates.bytes_per_s / 1e12,
-        "bf16_tflop_per_s": rates.flops_per_s / 1e12,
-        "rows": [],
-        "left_out": [],
-    }
+    rates = Rates.measured()
+    result = {**rates.head(commit), "rows": [], "left_out": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for name, run in work(rates):
+        if arguments.only is not None and not name.startswith(arguments.only):
+            continue
         if time.monotonic() - start > arguments.budget:
             result["left_out"].append(name)
             print(f"left out: {name}", flush=True)
