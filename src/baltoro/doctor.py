@@ -23,7 +23,7 @@ from baltoro.ops.kda import chunk_kda
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
 from baltoro.ops.mla import varlen_attention
 from baltoro.ops.mla.paged import paged_latent_attention
-from baltoro.ops.moe import moe_experts
+from baltoro.ops.moe import moe_experts, route
 from baltoro.ops.rms_norm import rms_norm
 from baltoro.ops.short_conv import short_conv
 from baltoro.ops.situ import situ_glu
@@ -170,6 +170,9 @@ def _run(op: str, impl: str, device: torch.device) -> None:
         situ_glu(x_TD, x_TD, beta=4.0, linear_beta=25.0, impl=impl)
     elif op == "rms_norm":
         rms_norm(x_TD, weight, eps=1e-5, impl=impl)
+    elif op == "route":
+        options: dict[str, Any] = {"renormalize": True, "scaling_factor": 1.0}
+        route(x_TD, None, num_experts_per_token=1, activation="sigmoid", **options, impl=impl)
     elif op == "moe":
         gate_up, down = x_TD.new_ones(1, 32, 16), x_TD.new_ones(1, 16, 16)
         glu: dict[str, Any] = {"activation": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}

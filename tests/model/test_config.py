@@ -81,7 +81,7 @@ def test_a_gpu_gets_kernels_wherever_they_serve_the_model():
     kimi = gpu_impl(preset("kimi-linear-48b"))
     assert (kimi.kda, kimi.situ) == ("torch", "torch")  # a gate without bound, SwiGLU
     packed = replace(k3, moe=replace(k3.moe, expert_format="mxfp4"))
-    assert gpu_impl(packed).moe == "torch"
+    assert gpu_impl(packed).moe == "triton"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,11 @@ def test_a_gpu_gets_kernels_wherever_they_serve_the_model():
         ("mla", {"qk_nope_head_dim": 193}, {"attention"}),
         ("mla", {"v_head_dim": 257}, {"attention"}),
         ("mla", {"v_head_dim": 256, "kv_lora_rank": 512}, set()),
+        ("moe", {"num_expert_groups": 8, "topk_groups": 4}, {"route"}),
+        ("moe", {"num_expert_groups": 8, "topk_groups": 8}, set()),
+        ("moe", {"num_experts": 1025}, {"route"}),
+        ("moe", {"latent_size": 380}, {"moe"}),
+        ("moe", {"expert_intermediate_size": 12}, {"moe"}),
     ],
 )
 def test_what_the_kernels_do_not_serve_runs_on_torch_and_says_why(
@@ -119,6 +124,8 @@ def test_what_the_kernels_do_not_serve_runs_on_torch_and_says_why(
         ("mla/flash.py", "_MAX_DIM", "MAX_FLASH_DIM"),
         ("mla/triton.py", "MAX_RANK", "MAX_LATENT_RANK"),
         ("mla/triton.py", "MAX_SHARED", "MAX_SHARED_DIM"),
+        ("moe/triton.py", "MAX_EXPERTS", "MAX_EXPERTS"),
+        ("moe/grouped.py", "WIDTH_UNIT", "EXPERT_WIDTH_UNIT"),
     ],
 )
 def test_limits_are_those_of_the_kernels(file: str, name: str, ours: str) -> None:

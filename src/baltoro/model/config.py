@@ -39,6 +39,7 @@ class ImplConfig:
     attn_res: str = "torch"
     situ: str = "torch"
     rms_norm: str = "torch"
+    route: str = "torch"  # the choice of experts
     moe: str = "torch"
     cross_entropy: str = "torch"
 
@@ -256,9 +257,10 @@ class ModelConfig:
         )
 
 
-# what the kernels serve: `ops/kda/triton`, `ops/short_conv/triton.py`, `ops/mla`
+# what the kernels serve: `ops/kda/triton`, `ops/short_conv/triton.py`, `ops/mla`, `ops/moe`
 KDA_DIMS, KDA_DECODE_DIMS, MAX_TAPS = (64, 128), (16, 32, 64, 128), 4
 MAX_FLASH_DIM, MAX_LATENT_RANK, MAX_SHARED_DIM = 256, 512, 64
+MAX_EXPERTS, EXPERT_WIDTH_UNIT = 1024, 8
 
 
 def gpu_refusals(model: ModelConfig) -> dict[str, str]:
@@ -271,8 +273,7 @@ def gpu_refusals(model: ModelConfig) -> dict[str, str]:
         mla.qk_rope_head_dim,
     )
     width = max(mla.qk_head_dim, mla.v_head_dim)
-    is_packed = moe is not None and moe.expert_format == "mxfp4"
-    rules = (
+    rules = [
         ("kda", dim in KDA_DIMS, f"kda.head_dim={dim} is none of {KDA_DIMS}"),
         ("kda", kda.gate_lower_bound is not None, "kda.gate_lower_bound is None"),
         ("kda_decode", dim in KDA_DECODE_DIMS, f"kda.head_dim={dim} is none of {KDA_DECODE_DIMS}"),
@@ -290,8 +291,17 @@ def gpu_refusals(model: ModelConfig) -> dict[str, str]:
             f"mla.qk_rope_head_dim={shared} is above {MAX_SHARED_DIM}",
         ),
         ("situ", model.activation == "situ", f"activation is {model.activation}"),
-        ("moe", not is_packed, "moe.expert_format is mxfp4"),
-    )
+    ]
+    if moe is not None:
+        experts, groups = moe.num_experts, moe.num_expert_groups
+        kept = f"moe.topk_groups={moe.topk_groups} of {groups} groups"
+        rules.append(("route", moe.topk_groups == groups, kept))
+        limit = f"moe.num_experts={experts} is above {MAX_EXPERTS}"
+        rules.append(("route", experts <= MAX_EXPERTS, limit))
+        widths = moe.latent_size or model.hidden_size, moe.expert_intermediate_size
+        is_served = all(each % EXPERT_WIDTH_UNIT == 0 for each in widths)
+        unit = f"moe: one of the widths {widths} is no multiple of {EXPERT_WIDTH_UNIT}"
+        rules.append(("moe", is_served, unit))
     return {operator: reason for operator, is_served, reason in rules if not is_served}
 
 

@@ -131,7 +131,7 @@ class Moe(nn.Module):
         super().__init__()
         size = config.hidden_size
         latent = moe.latent_size
-        self.gate = Router(moe, size, config.impl.moe)
+        self.gate = Router(moe, size, config.impl.route)
         experts = Experts if moe.expert_format == "dense" else Mxfp4Experts
         self.experts = experts(config, moe, latent or size)
         self.joined: Joined | None = None

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from baltoro.ops.impl import ImplError
 from baltoro.ops.moe.dense import activate, activate_backward
 from baltoro.ops.moe.shared import Glu, sorted_pairs
+from baltoro.ops.mxfp4 import Mxfp4Tensor
 
-_ALIGNED = 16  # bytes that a row of every operand must be a multiple of
+WIDTH_UNIT = 8  # so that rows of every operand begin at multiples of 16 bytes
 
 
 class _Combine(Protocol):
@@ -65,10 +66,13 @@ def moe_experts_triton(
 ) -> Tensor:
     _check("triton", x, gate_up_proj, down_proj)
     try:
-        from . import triton
+        from . import few, triton
     except ModuleNotFoundError as error:
         raise ImplError(f"moe_experts: impl='triton' needs triton ({error})") from error
     triton.refuse_unserved("moe_experts", x, weights, gate_up_proj, down_proj)
+    is_few = expert_ids.numel() <= few.MAX_MEAN_TOKENS * gate_up_proj.shape[0]
+    if is_few and not torch.is_grad_enabled():
+        return few.moe_experts(x, expert_ids, weights, gate_up_proj, down_proj, glu)
 
     def plan(expert_ids: Tensor, num_experts: int) -> _Plan:
         if expert_ids.numel() > triton.MAX_SORTED:
@@ -79,11 +83,31 @@ def moe_experts_triton(
     return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, pieces)
 
 
+def moe_experts_mxfp4(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Mxfp4Tensor,
+    down: Mxfp4Tensor,
+    glu: Glu,
+) -> Tensor:
+    if x.dtype != torch.bfloat16:
+        raise ImplError(
+            f"moe_experts_mxfp4: impl='triton' serves bf16, not {x.dtype}; use impl='torch'"
+        )
+    try:
+        from . import few, triton
+    except ModuleNotFoundError as error:
+        raise ImplError(f"moe_experts_mxfp4: impl='triton' needs triton ({error})") from error
+    triton.refuse_unserved("moe_experts_mxfp4", x, weights)
+    return few.moe_experts(x, expert_ids, weights, gate_up, down, glu)
+
+
 def _check(impl: str, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> None:
     sizes = (gate_up_proj.shape[2], down_proj.shape[2])
-    if x.dtype != torch.bfloat16 or any(size * 2 % _ALIGNED for size in sizes):
+    if x.dtype != torch.bfloat16 or any(size % WIDTH_UNIT for size in sizes):
         raise ImplError(
-            f"moe_experts: impl={impl!r} serves bf16 with Z and F multiples of {_ALIGNED // 2}, "
+            f"moe_experts: impl={impl!r} serves bf16 with Z and F multiples of {WIDTH_UNIT}, "
             f"not {x.dtype} with Z={sizes[0]}, F={sizes[1]}; use impl='torch'"
         )
 

@@ -118,7 +118,9 @@ def combine_kernel(
     mask = is_token[:, None] & (columns < Z)[None, :]
     total = tl.zeros([R, B], tl.float32)
     for a in tl.static_range(A):
-        source = tl.load(row + tokens * A + a, mask=is_token, other=0)
+        source = tokens * A + a
+        if row is not None:
+            source = tl.load(row + source, mask=is_token, other=0)
         value = tl.load(values + source[:, None] * Z + columns[None, :], mask=mask, other=0.0)
         value = value.to(tl.float32)
         if IS_WEIGHTED:
@@ -173,24 +175,38 @@ def choose_kernel(
 
 
 @triton.jit
-def sort_kernel(ids, token, pair, row, stops, num_pairs, A: tl.constexpr, B: tl.constexpr):
-    """Where the pairs of one expert stand in the order of experts, then of tokens; grid (E)."""
+def sort_kernel(
+    ids, token, pair, row, stops, slots, num_pairs,
+    A: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Where the pairs of one expert stand in the order of experts, then of tokens; grid (E).
+
+    With `slots`, also the expert and the first pair of every `N` of its pairs: those of expert e
+    begin at slot start / N + e, behind the last that lower experts can need; -1 in what is left.
+    """
     expert = tl.program_id(0)
-    stop = expert * 0
+    start = expert * 0
     for first in tl.range(0, num_pairs, B):
         pairs = first + tl.arange(0, B)
         found = tl.load(ids + pairs, mask=pairs < num_pairs, other=1 << 30)
-        stop += tl.sum((found < expert).to(tl.int32), 0)
+        start += tl.sum((found < expert).to(tl.int32), 0)
+    stop = start
     for first in tl.range(0, num_pairs, B):
         pairs = first + tl.arange(0, B)
         is_own = tl.load(ids + pairs, mask=pairs < num_pairs, other=1 << 30) == expert
         count = is_own.to(tl.int32)
         places = (stop + tl.cumsum(count, 0) - count).to(tl.int64)
-        tl.store(row + pairs, places, mask=is_own)
         tl.store(pair + places, pairs.to(tl.int64), mask=is_own)
-        tl.store(token + places, (pairs // A).to(tl.int64), mask=is_own)
+        if row is not None:
+            tl.store(row + pairs, places, mask=is_own)
+            tl.store(token + places, (pairs // A).to(tl.int64), mask=is_own)
         stop += tl.sum(count, 0)
     tl.store(stops + expert, stop)
+    if slots is not None:
+        for slot in tl.range(start // N + expert, stop // N + expert + 1):
+            first = start + (slot - start // N - expert) * N
+            tl.store(slots + 2 * slot, tl.where(first < stop, expert, -1))
+            tl.store(slots + 2 * slot + 1, first)
 
 
 def choice_shape(num_experts: int) -> tuple[int, int]:
@@ -235,10 +251,33 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     token, pair, row = (expert_ids.new_empty(num_pairs) for _ in range(3))
     stops = expert_ids.new_empty(num_experts, dtype=torch.int32)
     sort_kernel[(num_experts,)](
-        expert_ids, token, pair, row, stops, num_pairs, A=expert_ids.shape[1],
-        B=min(SORT_BLOCK, padded_width(max(num_pairs, 16))), num_warps=WARPS,
+        expert_ids, token, pair, row, stops, None, num_pairs, A=expert_ids.shape[1],
+        B=sort_block(num_pairs), N=1, num_warps=WARPS,
     )  # fmt: skip
     return token, pair, row, stops
+
+
+def sort_slots(
+    expert_ids: Tensor, num_experts: int, slot_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Unsorted positions of sorted pairs, the experts' ends, slots of at most `slot_size` pairs.
+
+    A slot (int32 `[S, 2]`, S from shapes alone) is an expert, -1 if none, and its first pair.
+    """
+    num_pairs = expert_ids.numel()
+    pair = expert_ids.new_empty(num_pairs)
+    stops = expert_ids.new_empty(num_experts, dtype=torch.int32)
+    slots = stops.new_empty((num_pairs // slot_size + num_experts, 2))
+    sort_kernel[(num_experts,)](
+        expert_ids, None, pair, None, stops, slots, num_pairs, A=expert_ids.shape[1],
+        B=sort_block(num_pairs), N=slot_size, num_warps=WARPS,
+    )  # fmt: skip
+    return pair, stops, slots
+
+
+def sort_block(num_pairs: int) -> int:
+    """Pairs that an expert looks at together."""
+    return min(SORT_BLOCK, padded_width(max(num_pairs, 16)))
 
 
 def activate(inner: Tensor, glu: Glu) -> Tensor:
@@ -249,7 +288,7 @@ def activate(inner: Tensor, glu: Glu) -> Tensor:
     grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(width, block))
     if num_rows:
         glu_kernel[grid](
-            inner, act, num_rows, *_caps(glu), F=width, **_kind(glu), R=ROWS, B=block,
+            inner, act, num_rows, *caps(glu), F=width, **kind(glu), R=ROWS, B=block,
             num_warps=WARPS,
         )  # fmt: skip
     return act
@@ -265,14 +304,14 @@ def activate_backward(
     block = min(COLUMNS, triton.next_power_of_2(width))
     if num_rows:
         glu_backward_kernel[(triton.cdiv(num_rows, ROWS),)](
-            d_act, inner, weight, d_inner, act, d_weight, num_rows, *_caps(glu), F=width,
-            **_kind(glu), R=ROWS, B=block, num_warps=WARPS,
+            d_act, inner, weight, d_inner, act, d_weight, num_rows, *caps(glu), F=width,
+            **kind(glu), R=ROWS, B=block, num_warps=WARPS,
         )  # fmt: skip
     return act, d_inner, d_weight
 
 
-def combine(values: Tensor, row: Tensor, weights: Tensor, *, is_weighted: bool) -> Tensor:
-    """Sum of the rows `row` `[TA]` of `values` `[TA, Z]` for each token, `[T, Z]`.
+def combine(values: Tensor, row: Tensor | None, weights: Tensor, *, is_weighted: bool) -> Tensor:
+    """Sum of the rows `row` `[TA]` of `values` `[TA, Z]` for each token, `[T, Z]`; None: in order.
 
     `weights` `[T, A]` fp32 says how many rows a token has, and weighs them if `is_weighted`.
     """
@@ -288,10 +327,10 @@ def combine(values: Tensor, row: Tensor, weights: Tensor, *, is_weighted: bool) 
     return out
 
 
-def _caps(glu: Glu) -> tuple[float, float]:
+def caps(glu: Glu) -> tuple[float, float]:
     return glu.beta, glu.linear_beta or 1.0
 
 
-def _kind(glu: Glu) -> dict[str, bool]:
+def kind(glu: Glu) -> dict[str, bool]:
     is_situ = glu.activation == "situ"
     return {"IS_SITU": is_situ, "IS_CAPPED": is_situ and glu.linear_beta is not None}
