@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 bench/muon.py [--budget 40] [--out bench/results/muon.json]
 
 `loop` is `newton_schulz(impl="torch")` with bf16 products, `compile` torch.compile of it, `gram`
-the Gram form in Triton (`impl="triton"`), and its three kernels one by one, with several tiles.
+the Gram form in Triton (`impl="triton"`), and its three kernels one by one.
 Times are medians of CUDA-graph replays with the cache flushed. Errors are relative norms against
 fp64, on normal numbers and on matrices whose singular values fall as a power law or end after a
 few; nothing is reported where the Gram form errs more than the loop.
@@ -16,15 +16,14 @@ products at a measured bf16 rate. What the steps on the short side take is no pa
 import argparse
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import triton
 from provenance import commit_of
-from timing import ceilings, graph_ms
+from timing import Rates, graph_ms
 from torch import Tensor
 
+from baltoro.ops.launch_table import launch
 from baltoro.ops.newton_schulz import newton_schulz
 from baltoro.ops.newton_schulz import triton as kernels
 from baltoro.ops.newton_schulz.shared import COEFFICIENTS, NORM_EPS
@@ -38,20 +37,6 @@ SHAPES = (
     (60, 128, 256, torch.float32),
     (21, 64, 768, torch.float32),
     (30, 64, 384, torch.float32),
-)
-GRAM_TILES = (
-    kernels.Tile(64, 4, 4, 1792),
-    kernels.Tile(64, 4, 4, 896),
-    kernels.Tile(64, 8, 4, 1792),
-    kernels.Tile(128, 8, 3, 1792),
-)
-APPLY_TILES = (
-    kernels.Tile(64, 4, 2, 896),
-    kernels.Tile(64, 4, 2, 1792),
-    kernels.Tile(64, 4, 2, 512),
-    kernels.Tile(64, 4, 3, 896),
-    kernels.Tile(64, 8, 2, 896),
-    kernels.Tile(128, 8, 2, 896),
 )
 
 
@@ -88,39 +73,37 @@ def errors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, dict[str, f
     return found
 
 
-def kernel_times(x: Tensor) -> dict[str, object]:
-    """Milliseconds of the three kernels of the Gram form, the outer two by tile."""
+def kernel_times(x: Tensor) -> dict[str, float]:
+    """Milliseconds of the three kernels of the Gram form."""
     B, R, C = x.shape
+    gram, factor, apply = (
+        launch(f"newton_schulz_{name}", f"r{R}", x.device) for name in ("gram", "factor", "apply")
+    )
     rounded, out = x.to(torch.bfloat16), torch.empty_like(x)
+    num_parts = -(-C // gram["part"])
+    parts = torch.empty(B, num_parts, R, R, device="cuda")
     factors = torch.empty(B, 2, R, R, dtype=torch.bfloat16, device="cuda")
 
-    def gram(tile: kernels.Tile) -> Callable[[], object]:
-        num_parts = -(-C // tile.part)
-        parts = torch.empty(B, num_parts, R, R, device="cuda")
-        return lambda: kernels.gram_kernel[(B, num_parts)](
-            rounded, parts, C, tile.part, R=R, BR=R, BC=tile.columns,
-            NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+    def run_gram() -> object:
+        return kernels.gram_kernel[(B, num_parts)](
+            rounded, parts, C, gram["part"], R=R, BR=R, BC=gram["columns"],
+            NUM_STAGES=gram["num_stages"], num_warps=gram["num_warps"],
         )  # fmt: skip
 
-    def apply(tile: kernels.Tile) -> Callable[[], object]:
-        return lambda: kernels.apply_kernel[(B, -(-C // tile.part))](
-            rounded, factors, out, C, tile.part, R=R, BR=R, BC=tile.columns,
-            NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
-        )  # fmt: skip
-
-    one_part = torch.bmm(rounded, rounded.mT).float()[:, None].contiguous()
-
-    def factor() -> object:
+    def run_factor() -> object:
         return kernels.factor_kernel[(B,)](
-            one_part, factors, 1, 5, *COEFFICIENTS, NORM_EPS, BR=R, IS_NORMED=False,
-            num_warps=kernels.factor_warps(R),
+            parts, factors, num_parts, 5, *COEFFICIENTS, NORM_EPS, BR=R, IS_NORMED=False,
+            num_warps=factor["num_warps"],
         )  # fmt: skip
 
-    return {
-        "factor": graph_ms(factor),
-        "gram": {str(tuple(tile)): graph_ms(gram(tile)) for tile in GRAM_TILES},
-        "apply": {str(tuple(tile)): graph_ms(apply(tile)) for tile in APPLY_TILES},
-    }
+    def run_apply() -> object:
+        return kernels.apply_kernel[(B, -(-C // apply["part"]))](
+            rounded, factors, out, C, apply["part"], R=R, BR=R, BC=apply["columns"],
+            NUM_STAGES=apply["num_stages"], num_warps=apply["num_warps"],
+        )  # fmt: skip
+
+    runs = {"gram": run_gram, "factor": run_factor, "apply": run_apply}
+    return {f"{name}_ms": graph_ms(run) for name, run in runs.items()}
 
 
 def main() -> None:
@@ -131,16 +114,8 @@ def main() -> None:
     arguments = parser.parse_args()
     commit = commit_of(arguments.commit)
     start = time.monotonic()
-    bytes_per_s, flops_per_s = ceilings()
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit,
-        "copy_tb_per_s": bytes_per_s / 1e12,
-        "bf16_tflop_per_s": flops_per_s / 1e12,
-        "rows": [],
-    }
+    rates = Rates.measured()
+    result = {**rates.head(commit), "rows": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     compiled = torch.compile(orthogonal)
     for index, (B, R, C, dtype) in enumerate(SHAPES):
@@ -155,7 +130,7 @@ def main() -> None:
             "rows": R,
             "columns": C,
             "dtype": str(dtype).removeprefix("torch."),
-            "floor": {"ms": 1e3 * max(size / bytes_per_s, 4 * B * R * R * C / flops_per_s)},
+            "floor": {"ms": rates.floor_ms(size, 4 * B * R * R * C)},
             "errors": errors(R, C, dtype),
             "gram": {"ms": graph_ms(lambda x=x: orthogonal(x, "triton"))},
             "loop": {"ms": graph_ms(lambda x=x: orthogonal(x, "torch"))},

@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from ops.harness import poisoned_memory
 from ops.hopper import machine_code, resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
+from ops.pinned import shapes_of
 from ops.sass import lost_memory_descriptors
 
 from baltoro.ops.impl import ImplError
@@ -27,7 +28,7 @@ import numpy
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-from baltoro.ops.newton_schulz import triton as kernels
+from baltoro.ops import launch_table
 from ops.test_newton_schulz_triton import errors, with_spectrum
 
 def widened(x):  # the interpreter holds bf16 as bits, multiplies the bits, and cuts off to round
@@ -38,8 +39,9 @@ def widened(x):  # the interpreter holds bf16 as bits, multiplies the bits, and 
 InterpreterBuilder.create_dot = lambda self, a, b, d, *_: TensorHandle(
     widened(a) @ widened(b) + d.data, d.dtype.scalar
 )
-kernels.GRAM_TILE = kernels.GRAM_TILE._replace(part=64)  # several parts of a hundred columns
-kernels.APPLY_TILE = kernels.APPLY_TILE._replace(part=64)
+for name in ("newton_schulz_gram", "newton_schulz_apply"):
+    for shape in launch_table.pinned()["portable"][name].values():
+        shape["part"] = 64  # several parts of a hundred columns
 for shape, steps in (((2, 16, 64), 5), ((3, 17), 1), ((70, 5), 5), ((20, 100), 7), ((1, 6), 5)):
     for smallest in (1.0, 1e-3, 0.0):
         x = with_spectrum(smallest, *shape, device="cpu")
@@ -89,14 +91,17 @@ def test_the_kernels_compile_without_lost_registers_or_addresses(rows, columns):
     }  # fmt: skip
     gram = {**shared, "parts": "*fp32"}
     apply = {**shared, "factors": "*bf16"}
-    for kernel, arguments, tile in (
-        (kernels.gram_kernel, gram, kernels.GRAM_TILE),
-        (kernels.apply_kernel, {**apply, "out": "*bf16"}, kernels.APPLY_TILE),
-        (kernels.apply_kernel, {**apply, "out": "*fp32"}, kernels.APPLY_TILE),
+    for name, kernel, arguments in (
+        ("gram", kernels.gram_kernel, gram),
+        ("apply", kernels.apply_kernel, {**apply, "out": "*bf16"}),
+        ("apply", kernels.apply_kernel, {**apply, "out": "*fp32"}),
     ):
-        arguments |= {"BC": tile.columns, "NUM_STAGES": tile.num_stages}
-        assert resources(kernel, arguments, tile.num_warps).stack_bytes <= MAX_STACK_BYTES
-        assert lost_memory_descriptors(machine_code(kernel, arguments, tile.num_warps)) == []
+        for shape in shapes_of(f"newton_schulz_{name}", f"r{padded}"):
+            arguments |= {"BC": shape["columns"], "NUM_STAGES": shape["num_stages"]}
+            found = resources(kernel, arguments, shape["num_warps"])
+            assert found.stack_bytes <= MAX_STACK_BYTES
+            code = machine_code(kernel, arguments, shape["num_warps"])
+            assert lost_memory_descriptors(code) == []
 
 
 @pytest.mark.slow
@@ -107,10 +112,11 @@ def test_all_steps_of_a_matrix_fit_on_chip_and_no_load_runs_ahead_of_a_store(pad
         "parts": "*fp32", "factors": "*bf16", "num_parts": "i32", "steps": "i32", "a": "fp32",
         "b": "fp32", "c": "fp32", "eps": "fp32", "BR": padded, "IS_NORMED": is_normed,
     }  # fmt: skip
-    num_warps = kernels.factor_warps(padded)
-    assert resources(kernels.factor_kernel, arguments, num_warps).stack_bytes == 0
-    code = machine_code(kernels.factor_kernel, arguments, num_warps)
-    assert "LDGSTS" not in code and lost_memory_descriptors(code) == []
+    for shape in shapes_of("newton_schulz_factor", f"r{padded}"):
+        num_warps = shape["num_warps"]
+        assert resources(kernels.factor_kernel, arguments, num_warps).stack_bytes == 0
+        code = machine_code(kernels.factor_kernel, arguments, num_warps)
+        assert "LDGSTS" not in code and lost_memory_descriptors(code) == []
 
 
 @pytest.mark.gpu

@@ -7,7 +7,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 from ops.hopper import machine_code, resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
+from ops.pinned import shapes_of
 
+from baltoro.ops import launch_table
 from baltoro.ops.attn_res import packed
 from baltoro.ops.attn_res import triton as attn_res
 from baltoro.ops.cross_entropy import triton as cross_entropy
@@ -27,6 +29,7 @@ from ops.earned import assert_earned, randn
 from ops.harness import assert_within_budget, poisoned_memory, short_conv_inputs
 from ops.test_pointwise_triton import gated, halves, loss, mix, norm, situ, sources_of, uncapped
 from ops.test_short_conv_triton import conv, reference
+from baltoro.ops import launch_table
 from baltoro.ops.attn_res import triton as attn_res
 from baltoro.ops.cross_entropy import triton as cross_entropy
 
@@ -49,7 +52,9 @@ for num_tokens in (0, 1, 65):
         for op in (situ, uncapped):
             assert_earned(op, [scale * x, scale * gate], fp32, impl="triton")
     assert_earned(halves, [4 * randn(num_tokens, 48)], fp32, impl="triton")
-cross_entropy.LOSS_BLOCK = cross_entropy.GRADIENT_BLOCK = 32
+shape = {"block": 32, "num_warps": 4}
+for kernel in ("cross_entropy_loss", "cross_entropy_gradient"):
+    launch_table.pinned()["portable"][kernel]["fp32 w32768"] = shape
 for numbers in (2**28, 4 * 101):
     cross_entropy.RANGE_NUMBERS = numbers
     for num_tokens in (0, 1, 9):
@@ -122,22 +127,25 @@ def test_the_mixture_of_pairs_compiles_without_lost_registers(num_sources, forwa
 @pytest.mark.parametrize("has_gate", [False, True])
 @pytest.mark.parametrize("width", [128, 384, 768, 2048, 7168])
 def test_the_norms_compile_without_lost_registers(width, has_gate):
-    num_rows, num_warps = rms_norm.tile_of(width)
     shared = {
         "x": "*bf16", "weight": "*bf16", "gate_logits": "*bf16" if has_gate else None,
         "num_rows": "i32", "tiles_per_program": "i32", "x_stride": "i32:16",
         "gate_stride": "i32:16", "eps": "fp32",
-        "D": width, "BR": num_rows, "BD": triton.next_power_of_2(width), "HAS_GATE": has_gate,
+        "D": width, "BD": triton.next_power_of_2(width), "HAS_GATE": has_gate,
     }  # fmt: skip
     backward = {
         **shared, "d_out": "*bf16", "d_x": "*bf16", "d_gate_logits": "*bf16",
         "d_weight_parts": "*fp32", "d_out_stride": "i32:16",
     }  # fmt: skip
-    for kernel, arguments in (
-        (rms_norm.forward_kernel, {**shared, "out": "*bf16"}),
-        (rms_norm.backward_kernel, backward),
+    shape_class = f"bf16 {launch_table.width_class(width, 16, 16384)}"
+    for name, kernel, arguments in (
+        ("rms_norm_forward", rms_norm.forward_kernel, {**shared, "out": "*bf16"}),
+        ("rms_norm_backward", rms_norm.backward_kernel, backward),
     ):
-        assert resources(kernel, arguments, num_warps).stack_bytes <= MAX_STACK_BYTES
+        for shape in shapes_of(name, shape_class):
+            arguments["BR"] = shape["rows"]
+            found = resources(kernel, arguments, shape["num_warps"])
+            assert found.stack_bytes <= MAX_STACK_BYTES
 
 
 @pytest.mark.parametrize("is_flat", [False, True])
@@ -171,19 +179,21 @@ def test_the_convolution_compiles_without_lost_registers(has_state, has_d_final)
     shared = {
         "x": "*bf16", "weight": "*fp32", "state": "*bf16" if has_state else None,
         "positions": "*i32", "sequences": "*i32", "num_tokens": "i32", "strip": "i32:16",
-        "x_stride": "i32:16", "num_channels": "i32:16", "W": 4, "BC": short_conv.CHANNELS,
-        "HAS_STATE": has_state,
+        "x_stride": "i32:16", "num_channels": "i32:16", "W": 4, "HAS_STATE": has_state,
     }  # fmt: skip
     backward = {
         **shared, "cu_seqlens": "*i32", "d_y": "*bf16", "d_x": "*bf16",
         "d_final": "*bf16" if has_d_final else None, "d_weight_parts": "*fp32",
         "d_y_stride": "i32:16", "HAS_D_FINAL": has_d_final,
     }  # fmt: skip
-    for kernel, arguments in (
-        (short_conv.forward_kernel, {**shared, "y": "*bf16", "ROWS": short_conv.FORWARD_ROWS}),
-        (short_conv.backward_kernel, {**backward, "ROWS": short_conv.BACKWARD_ROWS}),
+    for name, kernel, arguments in (
+        ("short_conv_forward", short_conv.forward_kernel, {**shared, "y": "*bf16"}),
+        ("short_conv_backward", short_conv.backward_kernel, backward),
     ):
-        assert resources(kernel, arguments, 1).stack_bytes <= MAX_STACK_BYTES
+        for shape in shapes_of(name, "bf16 w1024", "bf16 w2048"):
+            arguments |= {"BC": shape["channels"], "ROWS": shape["rows"]}
+            found = resources(kernel, arguments, shape["num_warps"])
+            assert found.stack_bytes <= MAX_STACK_BYTES
 
 
 def test_the_loss_compiles_without_lost_registers():
@@ -191,10 +201,12 @@ def test_the_loss_compiles_without_lost_registers():
         "logits": "*bf16", "targets": "*i64", "lse": "*fp32", "vocab_size": "i32:16",
         "ignore_index": "i32",
     }  # fmt: skip
-    loss = {**shared, "losses": "*fp32", "BW": cross_entropy.LOSS_BLOCK}
-    gradient = {**shared, "d_losses": "*fp32", "BW": cross_entropy.GRADIENT_BLOCK}
-    for kernel, arguments, num_warps in (
-        (cross_entropy.loss_kernel, loss, cross_entropy.LOSS_WARPS),
-        (cross_entropy.gradient_kernel, gradient, cross_entropy.GRADIENT_WARPS),
+    for name, kernel, arguments in (
+        ("cross_entropy_loss", cross_entropy.loss_kernel, {"losses": "*fp32"}),
+        ("cross_entropy_gradient", cross_entropy.gradient_kernel, {"d_losses": "*fp32"}),
     ):
-        assert resources(kernel, arguments, num_warps).stack_bytes == 0
+        for shape in shapes_of(name, "bf16 w32768", "bf16 w65536"):
+            found = resources(
+                kernel, {**shared, **arguments, "BW": shape["block"]}, shape["num_warps"]
+            )
+            assert found.stack_bytes == 0

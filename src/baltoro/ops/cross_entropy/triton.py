@@ -12,11 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch_table import Launch, dtype_class, launch, width_class
 from ..triton import as_operator, cdiv, refuse_unserved
 
 RANGE_NUMBERS = 2**28  # logits of a range
-LOSS_BLOCK, LOSS_WARPS = 4096, 4
-GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -72,18 +71,25 @@ def _logits_of(hidden: Tensor, weight: Tensor, rows: slice, buffer: Tensor | Non
     return torch.mm(hidden[rows], weight.mT, out=buffer[: rows.stop - rows.start])
 
 
+def launch_of(kernel: str, weight: Tensor) -> Launch:
+    """Logits of a block and warps. A class is a dtype and a vocabulary to 32,768 words or above."""
+    width = width_class(weight.shape[0], 32768, 65536)
+    return launch(kernel, f"{dtype_class(weight.dtype)} {width}", weight.device)
+
+
 def _forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
     losses, lse = _outputs(hidden)
     W = weight.shape[0]
+    shape = launch_of("cross_entropy_loss", weight)
     buffer = None
     for rows in _ranges(hidden.shape[0], W):
         logits = _logits_of(hidden, weight, rows, buffer)
         buffer = logits if buffer is None else buffer
         loss_kernel[(logits.shape[0],)](
             logits, targets[rows], losses[rows], lse[rows], W, ignore_index,
-            BW=LOSS_BLOCK, num_warps=LOSS_WARPS,
+            BW=shape["block"], num_warps=shape["num_warps"],
         )  # fmt: skip
     return losses, lse
 
@@ -110,15 +116,16 @@ def _backward(
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
     W = weight.shape[0]
+    shape = launch_of("cross_entropy_gradient", weight)
     d_hidden = hidden.new_empty(hidden.shape)
     d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     buffer = None
     for rows in _ranges(hidden.shape[0], W):
         logits = _logits_of(hidden, weight, rows, buffer)
         buffer = logits if buffer is None else buffer
-        gradient_kernel[(logits.shape[0], cdiv(W, GRADIENT_BLOCK))](
+        gradient_kernel[(logits.shape[0], cdiv(W, shape["block"]))](
             logits, targets[rows], lse[rows], d_losses[rows], W, ignore_index,
-            BW=GRADIENT_BLOCK, num_warps=GRADIENT_WARPS,
+            BW=shape["block"], num_warps=shape["num_warps"],
         )  # fmt: skip
         torch.mm(logits, weight, out=d_hidden[rows])
         # what an ignored row holds may not reach the weight, not even times 0

@@ -10,32 +10,18 @@ Bytes: X is read twice and written once, and rounded before where it is fp32. Op
 for G, 4 r^2 c for F X, and 3 * 2 r^3 for each of the 4 products of a step.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from baltoro.ops.impl import ImplError
+from baltoro.ops.launch_table import launch
 from baltoro.ops.newton_schulz.shared import COEFFICIENTS, MAX_GRAM_STEPS, NORM_EPS, as_wide
 from baltoro.ops.triton import cdiv, padded_width, refuse_unserved
 
 MAX_ROWS = 128  # of the shorter side: a program holds its square on chip
 MIN_TILE = 16
-
-
-class Tile(NamedTuple):
-    """How programs of the two kernels that read X take its columns."""
-
-    columns: int  # at once
-    num_warps: int
-    num_stages: int
-    part: int  # columns of a program, whatever the stack: a matrix gets the same bits in any
-
-
-GRAM_TILE = Tile(64, 4, 4, 1792)
-APPLY_TILE = Tile(64, 4, 2, 896)
 
 
 @triton.jit
@@ -165,23 +151,24 @@ def _steps(x_BRC: Tensor, out_BRC: Tensor, steps: int, *, is_normed: bool) -> No
     """Write what `steps` steps, `MAX_GRAM_STEPS` at most, make of wide, contiguous matrices."""
     B, R, C = x_BRC.shape
     BR = max(MIN_TILE, padded_width(R))
-    num_parts = cdiv(C, GRAM_TILE.part)
+    # a class is a padded number of rows; `part`, columns of a program, is the same for any stack,
+    # so that a matrix gets the same bits in every one
+    gram, factor, apply = (
+        launch(f"newton_schulz_{name}", f"r{BR}", x_BRC.device)
+        for name in ("gram", "factor", "apply")
+    )
+    num_parts = cdiv(C, gram["part"])
     parts = x_BRC.new_empty(B, num_parts, BR, BR, dtype=torch.float32)
     gram_kernel[(B, num_parts)](
-        x_BRC, parts, C, GRAM_TILE.part, R=R, BR=BR, BC=GRAM_TILE.columns,
-        NUM_STAGES=GRAM_TILE.num_stages, num_warps=GRAM_TILE.num_warps,
+        x_BRC, parts, C, gram["part"], R=R, BR=BR, BC=gram["columns"],
+        NUM_STAGES=gram["num_stages"], num_warps=gram["num_warps"],
     )  # fmt: skip
     factors = x_BRC.new_empty(B, 2, BR, BR, dtype=torch.bfloat16)
     factor_kernel[(B,)](
         parts, factors, num_parts, steps, *COEFFICIENTS, NORM_EPS, BR=BR, IS_NORMED=is_normed,
-        num_warps=factor_warps(BR),
+        num_warps=factor["num_warps"],
     )  # fmt: skip
-    apply_kernel[(B, cdiv(C, APPLY_TILE.part))](
-        x_BRC, factors, out_BRC, C, APPLY_TILE.part, R=R, BR=BR, BC=APPLY_TILE.columns,
-        NUM_STAGES=APPLY_TILE.num_stages, num_warps=APPLY_TILE.num_warps,
+    apply_kernel[(B, cdiv(C, apply["part"]))](
+        x_BRC, factors, out_BRC, C, apply["part"], R=R, BR=BR, BC=apply["columns"],
+        NUM_STAGES=apply["num_stages"], num_warps=apply["num_warps"],
     )  # fmt: skip
-
-
-def factor_warps(padded: int) -> int:
-    """Warps of a program that holds squares of `padded` rows."""
-    return 8 if padded == MAX_ROWS else 4

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch_table import Launch, dtype_class, launch, width_class
 from ..triton import add_pairs, as_operator, cdiv, padded_width, refuse_unserved, rows_of
 
 MAX_PROGRAMS = 132 * 16  # of the backward pass, and parts of dw
@@ -83,12 +84,10 @@ def backward_kernel(
     tl.store(parts, tl.sum(d_weight, 0), mask=is_column)
 
 
-def tile_of(width: int) -> tuple[int, int]:
-    """Rows and warps of a tile: 32 numbers a lane; a row is not shared by warps up to 1024."""
-    padded = padded_width(width)
-    if padded <= 256:
-        return 8192 // padded, 8
-    return max(1, 1024 // padded), min(16, max(1, padded // 1024))
+def launch_of(kernel: str, x: Tensor) -> Launch:
+    """Rows of a tile and warps. A class is a dtype and a padded width."""
+    width = width_class(x.shape[-1], 16, 16384)
+    return launch(kernel, f"{dtype_class(x.dtype)} {width}", x.device)
 
 
 def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) -> Tensor:
@@ -97,14 +96,14 @@ def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) 
     if x.numel() > 0:
         rows = rows_of(x)
         gate = None if gate_logits is None else rows_of(gate_logits)
-        BR, num_warps = tile_of(D)
-        tiles = cdiv(rows.shape[0], BR)
+        shape = launch_of("rms_norm_forward", x)
+        tiles = cdiv(rows.shape[0], shape["rows"])
         tiles_per_program = min(4, cdiv(tiles, 4 * MAX_PROGRAMS))
         forward_kernel[(cdiv(tiles, tiles_per_program),)](
             rows, weight, gate, out, rows.shape[0], tiles_per_program,
             rows.stride(0), 0 if gate is None else gate.stride(0), eps,
-            D=D, BR=BR, BD=padded_width(D), HAS_GATE=gate is not None,
-            num_warps=num_warps,
+            D=D, BR=shape["rows"], BD=padded_width(D), HAS_GATE=gate is not None,
+            num_warps=shape["num_warps"],
         )  # fmt: skip
     return out
 
@@ -125,15 +124,16 @@ def _backward(
     D = x.shape[-1]
     rows, d_rows = rows_of(x), rows_of(d_out)
     gate = None if gate_logits is None else rows_of(gate_logits)
-    BR, num_warps = tile_of(D)
-    tiles = cdiv(rows.shape[0], BR)
-    tiles_per_program = cdiv(tiles, MAX_PROGRAMS // num_warps)
+    shape = launch_of("rms_norm_backward", x)
+    tiles = cdiv(rows.shape[0], shape["rows"])
+    tiles_per_program = cdiv(tiles, MAX_PROGRAMS // shape["num_warps"])
     num_programs = cdiv(tiles, tiles_per_program)
     parts = x.new_empty(num_programs, D, dtype=torch.float32)
     backward_kernel[(num_programs,)](
         rows, weight, gate, d_rows, d_x, d_gate_logits, parts, rows.shape[0], tiles_per_program,
         rows.stride(0), 0 if gate is None else gate.stride(0), d_rows.stride(0), eps,
-        D=D, BR=BR, BD=padded_width(D), HAS_GATE=gate is not None, num_warps=num_warps,
+        D=D, BR=shape["rows"], BD=padded_width(D), HAS_GATE=gate is not None,
+        num_warps=shape["num_warps"],
     )  # fmt: skip
     return d_x, d_weight.copy_(parts.sum(0)), d_gate_logits
 

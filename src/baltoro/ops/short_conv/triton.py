@@ -16,12 +16,21 @@ import triton.language as tl
 from torch import Tensor
 
 from ..impl import ImplError
+from ..launch_table import Launch, dtype_class, launch, width_class
 from ..triton import as_operator, cdiv, padded_width, refuse_unserved, rows_of
+from .windows import (
+    exchange,
+    load_before,
+    load_state,
+    load_tap,
+    load_taps,
+    load_window,
+    place_of,
+    silu_slope,
+)
 
 MAX_WIDTH = 4
-CHANNELS = 128  # of a program of one warp
-FORWARD_ROWS, BACKWARD_ROWS = 8, 4  # on their way at once
-MAX_STRIP = 128
+STATE_CHANNELS = 128  # of a program of one warp that reads or writes states
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences"])
@@ -42,71 +51,19 @@ def table_kernel(
     tl.store(sequences + t, n, mask=is_token)
 
 
-@triton.jit
-def place_of(num_channels, BC: tl.constexpr):
-    """This program's strip or sequence, its channels and their mask; channels vary fastest."""
-    num_blocks = tl.cdiv(num_channels, BC)
-    channels = tl.program_id(0) % num_blocks * BC + tl.arange(0, BC)
-    return tl.program_id(0) // num_blocks, channels, channels < num_channels
-
-
-@triton.jit
-def load_tap(weight, channels, is_channel, W: tl.constexpr, J: tl.constexpr):
-    """The tap `J` tokens back."""
-    is_tap = is_channel & (J < W)
-    return tl.load(weight + channels * W + (W - 1 - J), mask=is_tap, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_state(
-    state, sequence, slot, channels, is_read, num_channels, W: tl.constexpr, HAS_STATE: tl.constexpr
-):  # fmt: skip
-    """Slot of a state `[N, C, W - 1]`; 0 where it has none or is not to be read."""
-    value = tl.zeros(channels.shape, tl.float32)
-    if HAS_STATE:
-        place = state + (sequence.to(tl.int64) * num_channels + channels) * (W - 1) + slot
-        is_slot = (slot >= 0) & (slot < W - 1)
-        value = tl.load(place, mask=is_read & is_slot, other=0.0).to(tl.float32)
-    return value
-
-
-@triton.jit
-def load_before(
-    x, state, t, back, position, sequence, channels, is_channel, x_stride, num_channels,
-    W: tl.constexpr, HAS_STATE: tl.constexpr,
-):  # fmt: skip
-    """The input `back` tokens before token t, from the pack or from the state."""
-    is_inside = is_channel & (position >= back)
-    value = tl.load(x + (t - back) * x_stride + channels, mask=is_inside, other=0.0).to(tl.float32)
-    is_outside = is_channel & (position < back)
-    slot = W - 1 + position - back
-    return value + load_state(
-        state, sequence, slot, channels, is_outside, num_channels, W, HAS_STATE
-    )
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def forward_kernel(
     x, weight, state, positions, sequences, y, num_tokens, strip, x_stride, num_channels,
     W: tl.constexpr, BC: tl.constexpr, ROWS: tl.constexpr, HAS_STATE: tl.constexpr,
 ):  # fmt: skip
     s, channels, is_channel = place_of(num_channels, BC)
-    w_0 = load_tap(weight, channels, is_channel, W, 0)
-    w_1 = load_tap(weight, channels, is_channel, W, 1)
-    w_2 = load_tap(weight, channels, is_channel, W, 2)
-    w_3 = load_tap(weight, channels, is_channel, W, 3)
+    w_0, w_1, w_2, w_3 = load_taps(weight, channels, is_channel, W)
     first = s.to(tl.int64) * strip
     length = tl.minimum(strip, num_tokens - first)
     place = tl.load(positions + first)
     n = tl.load(sequences + first)
-    x_1 = load_before(
-        x, state, first, 1, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
-    )
-    x_2 = load_before(
-        x, state, first, 2, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
-    )
-    x_3 = load_before(
-        x, state, first, 3, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    x_1, x_2, x_3 = load_window(
+        x, state, first, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
     )
     for i in range(0, length, ROWS):
         rows: tl.tuple = ()
@@ -122,13 +79,9 @@ def forward_kernel(
             begins = places[r] == 0
             if HAS_STATE:
                 n = tl.load(sequences + t, mask=i + r < length, other=0)
-            is_read = is_row & begins
-            before = load_state(state, n, W - 2, channels, is_read, num_channels, W, HAS_STATE)
-            x_1 = tl.where(begins, before, x_1)
-            before = load_state(state, n, W - 3, channels, is_read, num_channels, W, HAS_STATE)
-            x_2 = tl.where(begins, before, x_2)
-            before = load_state(state, n, W - 4, channels, is_read, num_channels, W, HAS_STATE)
-            x_3 = tl.where(begins, before, x_3)
+            x_1, x_2, x_3 = exchange(
+                x_1, x_2, x_3, begins, state, n, channels, is_row, num_channels, W, HAS_STATE
+            )
             x_0 = rows[r].to(tl.float32)
             z = w_0 * x_0 + w_1 * x_1 + w_2 * x_2 + w_3 * x_3
             out = z * tl.sigmoid(z)
@@ -136,12 +89,6 @@ def forward_kernel(
             x_3 = x_2
             x_2 = x_1
             x_1 = x_0
-
-
-@triton.jit
-def silu_slope(z):
-    sigmoid = tl.sigmoid(z)
-    return sigmoid * (1.0 + z * (1.0 - sigmoid))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -153,22 +100,13 @@ def backward_kernel(
 ):  # fmt: skip
     """A strip, and the three tokens after it that its last inputs are still in the windows of."""
     s, channels, is_channel = place_of(num_channels, BC)
-    w_0 = load_tap(weight, channels, is_channel, W, 0)
-    w_1 = load_tap(weight, channels, is_channel, W, 1)
-    w_2 = load_tap(weight, channels, is_channel, W, 2)
-    w_3 = load_tap(weight, channels, is_channel, W, 3)
+    w_0, w_1, w_2, w_3 = load_taps(weight, channels, is_channel, W)
     first = s.to(tl.int64) * strip
     length = tl.minimum(strip, num_tokens - first)
     place = tl.load(positions + first)
     n = tl.load(sequences + first)
-    x_1 = load_before(
-        x, state, first, 1, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
-    )
-    x_2 = load_before(
-        x, state, first, 2, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
-    )
-    x_3 = load_before(
-        x, state, first, 3, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
+    x_1, x_2, x_3 = load_window(
+        x, state, first, place, n, channels, is_channel, x_stride, num_channels, W, HAS_STATE
     )
     zero = tl.zeros([BC], tl.float32)
     d_1, d_2, d_3 = zero, zero, zero
@@ -191,13 +129,10 @@ def backward_kernel(
             begins = place == 0
             if HAS_STATE or HAS_D_FINAL:
                 n = tl.load(sequences + t, mask=is_token, other=0)
-            is_read = is_channel & begins & is_token
-            before = load_state(state, n, W - 2, channels, is_read, num_channels, W, HAS_STATE)
-            x_1 = tl.where(begins, before, x_1)
-            before = load_state(state, n, W - 3, channels, is_read, num_channels, W, HAS_STATE)
-            x_2 = tl.where(begins, before, x_2)
-            before = load_state(state, n, W - 4, channels, is_read, num_channels, W, HAS_STATE)
-            x_3 = tl.where(begins, before, x_3)
+            is_here = is_channel & is_token
+            x_1, x_2, x_3 = exchange(
+                x_1, x_2, x_3, begins, state, n, channels, is_here, num_channels, W, HAS_STATE
+            )
             x_0 = rows[r].to(tl.float32)
             z = w_0 * x_0 + w_1 * x_1 + w_2 * x_2 + w_3 * x_3
             d_z = d_rows[r].to(tl.float32) * silu_slope(z)
@@ -207,9 +142,8 @@ def backward_kernel(
             d_0 = w_0 * d_z
             if HAS_D_FINAL:
                 left = tl.load(cu_seqlens + n + 1, mask=is_token, other=0) - 1 - t
-                is_kept = is_channel & is_token
                 d_0 += load_state(
-                    d_final, n, W - 2 - left, channels, is_kept, num_channels, W, True
+                    d_final, n, W - 2 - left, channels, is_here, num_channels, W, True
                 )
             d_own = tl.where(i + r < length, d_z, 0.0)
             dw_0 += d_own * x_0
@@ -284,14 +218,23 @@ def state_gradient_kernel(
         tl.store(d_state + place + slot, total.to(d_state.dtype.element_ty), mask=is_channel)
 
 
-def strip_of(num_tokens: int) -> int:
+def launch_of(kernel: str, x: Tensor) -> Launch:
+    """Channels of a program, rows on their way at once, tokens of a strip at most, warps.
+
+    A class is a dtype and a width to 1,024 channels or above.
+    """
+    width = width_class(x.shape[1], 1024, 2048)
+    return launch(kernel, f"{dtype_class(x.dtype)} {width}", x.device)
+
+
+def strip_of(num_tokens: int, longest: int) -> int:
     """Tokens of a strip: some hundred strips, of at least 16 tokens."""
-    return min(MAX_STRIP, max(16, num_tokens // 512 // 16 * 16))
+    return min(longest, max(16, num_tokens // 512 // 16 * 16))
 
 
-def _blocks(num_channels: int) -> tuple[int, int]:
+def _blocks(num_channels: int, most: int) -> tuple[int, int]:
     """Channels of a program, and programs."""
-    BC = min(CHANNELS, padded_width(num_channels))
+    BC = min(most, padded_width(num_channels))
     return BC, cdiv(num_channels, BC)
 
 
@@ -301,21 +244,24 @@ def _forward(
     y, final_state, table = _outputs(x, weight, cu_seqlens)
     (T, C), W, N = x.shape, weight.shape[1], cu_seqlens.shape[0] - 1
     rows = rows_of(x)
-    BC, num_blocks = _blocks(C)
-    constants = {"W": W, "BC": BC, "HAS_STATE": initial_state is not None, "num_warps": 1}
+    constants = {"W": W, "HAS_STATE": initial_state is not None}
     if T > 0:
         table_kernel[(cdiv(T, 256),)](
             cu_seqlens, table[0], table[1], T, N, BT=256, LEVELS=(N.bit_length() + 3) // 4 * 4,
             num_warps=4,
         )  # fmt: skip
-        strip = strip_of(T)
+        shape = launch_of("short_conv_forward", x)
+        strip = strip_of(T, shape["strip"])
+        BC, num_blocks = _blocks(C, shape["channels"])
         forward_kernel[(num_blocks * cdiv(T, strip),)](
             rows, weight, initial_state, table[0], table[1], y, T, strip, rows.stride(0), C,
-            ROWS=FORWARD_ROWS, **constants,
+            BC=BC, ROWS=shape["rows"], num_warps=shape["num_warps"], **constants,
         )  # fmt: skip
+    BC, num_blocks = _blocks(C, STATE_CHANNELS)
     final_state_kernel[(num_blocks * N,)](
-        rows, initial_state, cu_seqlens, final_state, rows.stride(0), C, **constants
-    )
+        rows, initial_state, cu_seqlens, final_state, rows.stride(0), C,
+        BC=BC, num_warps=1, **constants,
+    )  # fmt: skip
     return y, final_state, table
 
 
@@ -345,21 +291,23 @@ def _backward(
     d_x, d_weight, d_state = _gradients(x, weight, initial_state)
     (T, C), W, N = x.shape, weight.shape[1], cu_seqlens.shape[0] - 1
     rows, d_rows = rows_of(x), rows_of(d_y)
-    BC, num_blocks = _blocks(C)
-    constants = {"W": W, "BC": BC, "HAS_D_FINAL": d_final_state is not None, "num_warps": 1}
-    strip = strip_of(T)
+    constants = {"W": W, "HAS_D_FINAL": d_final_state is not None}
+    shape = launch_of("short_conv_backward", x)
+    strip = strip_of(T, shape["strip"])
     num_strips = cdiv(T, strip)
     parts = x.new_empty(num_strips, W, C, dtype=torch.float32)
     if T > 0:
+        BC, num_blocks = _blocks(C, shape["channels"])
         backward_kernel[(num_blocks * num_strips,)](
             rows, weight, initial_state, table[0], table[1], cu_seqlens, d_rows, d_final_state,
-            d_x, parts, T, strip, rows.stride(0), d_rows.stride(0), C,
-            ROWS=BACKWARD_ROWS, HAS_STATE=initial_state is not None, **constants,
+            d_x, parts, T, strip, rows.stride(0), d_rows.stride(0), C, BC=BC, ROWS=shape["rows"],
+            HAS_STATE=initial_state is not None, num_warps=shape["num_warps"], **constants,
         )  # fmt: skip
     if initial_state is not None:
+        BC, num_blocks = _blocks(C, STATE_CHANNELS)
         state_gradient_kernel[(num_blocks * N,)](
             rows, weight, initial_state, cu_seqlens, d_rows, d_final_state, d_state,
-            rows.stride(0), d_rows.stride(0), C, **constants,
+            rows.stride(0), d_rows.stride(0), C, BC=BC, num_warps=1, **constants,
         )  # fmt: skip
     return d_x, d_weight.copy_(parts.sum(0).mT), d_state
 
