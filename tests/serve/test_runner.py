@@ -43,7 +43,7 @@ def engine(decode: str, model: Model = TINY, **changes: object) -> Engine:
     scheduler = SchedulerConfig(**{"max_running": 5, "max_step_tokens": 32, **limits})  # type: ignore[arg-type]
     options = {"pool_tokens": 2000, "hash_block": 4, "num_kept_states": 20, **changes}
     found = Engine(model, EngineConfig(scheduler=scheduler, decode=decode, **options))  # type: ignore[arg-type]
-    found.runner.pool.pages.fill_(255)
+    found.runner.pool.pages[1:].fill_(255)
     return found
 
 
@@ -179,6 +179,34 @@ def test_a_picture_s_last_row_behind_a_cached_prefix_is_seen() -> None:
         assert written(sequence) == written(expected)
         logprobs = [[t.logprob for t in s.new_tokens] for s in (sequence, expected)]
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("model", [TINY, LINEAR], ids=["k3", "kimi-linear"])
+def test_prompts_in_fixed_rows_are_read_as_by_separate_calls(model: Model) -> None:
+    served = engine("resident", model, max_step_tokens=200)
+    packs = served.runner.packs
+    assert packs is not None and packs.sizes == (64, 96, 128, 192)
+    sizes = []
+    run = packs.run
+
+    def watched(spans, tokens_of):  # type: ignore[no-untyped-def]
+        sizes.append((packs.size_of(spans), [span.cut is not None for span in spans]))
+        return run(spans, tokens_of)
+
+    packs.run = watched  # type: ignore[method-assign]
+    prefix = ids(40, 9)
+    wanted = [request(prefix + ids(count, count), 3) for count in (30, 13, 14, 90)]
+    wanted += [request(ids(count, count), 3) for count in (1, 70, 5)]
+    for group in (wanted[:1], wanted[1:3], wanted[3:], wanted):
+        for sequence, one in zip(served.generate(group), group, strict=True):
+            expected = alone(model, one)
+            assert written(sequence) == written(expected)
+            for token, other in zip(sequence.new_tokens, expected.new_tokens, strict=True):
+                assert token.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert served.stats.cached_tokens > 0
+    assert len({size for size, _ in sizes}) > 1
+    assert any(all(cuts) for _, cuts in sizes) and any(not all(cuts) for _, cuts in sizes)
+    assert any(len(cuts) > 1 for _, cuts in sizes)
 
 
 @settings(max_examples=4)

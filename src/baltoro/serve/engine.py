@@ -22,6 +22,7 @@ from baltoro.serve.draft import Draft, Seen, SpeculationConfig, made_draft
 from baltoro.serve.layout import PoolLayout, pool_layout
 from baltoro.serve.pages import CacheConfig
 from baltoro.serve.pool import PagePool
+from baltoro.serve.prefill import PrefillBatch
 from baltoro.serve.prefix import root_hash
 from baltoro.serve.request import FinishReason, NewToken, Request, Sequence
 from baltoro.serve.resident import ResidentBatch
@@ -121,10 +122,12 @@ class Engine:
         self.draft = draft
         self.cache = PrefixCache(cache_config)
         self.scheduler = Scheduler(config.scheduler, self.cache)
-        batch = None
+        batch = packs = None
         if config.decode == "resident":
-            batch = ResidentBatch(model, pool, config.scheduler.max_running)
-        self.runner = Runner(model, pool, batch)
+            limits = config.scheduler
+            batch = ResidentBatch(model, pool, limits.max_running)
+            packs = PrefillBatch(model, pool, limits.max_step_tokens, has_cuts=config.is_caching)
+        self.runner = Runner(model, pool, batch, packs)
         self._clock = clock
         self._num_wrong = 0  # drafted tokens since the last right one
 

@@ -127,6 +127,21 @@ class Piece(NamedTuple):
     target: tuple[int, ...]  # and of the state behind them
 
 
+class Pack(NamedTuple):
+    """Where the new tokens of some sequences stand, on the host; T counts them piece by piece."""
+
+    pieces: list[list[Piece]]  # those of a list stand one behind the other
+    owner_T: Tensor  # their sequence
+    row_T: Tensor  # of the pack
+    page_T: Tensor  # where their latents go
+    place_T: Tensor  # in that page
+
+    @property
+    def order_T(self) -> Tensor:
+        """Rows of the pack in the order of the sequences and their tokens."""
+        return self.row_T[torch.argsort(self.owner_T, stable=True)]
+
+
 class Part(NamedTuple):
     """Pieces of different sequences, one behind the other in the pack."""
 
@@ -155,18 +170,35 @@ def pieces_of(spans: Sequence[Span], tail_row: int | None = None) -> list[list[P
     return [heads, tails] if tails else [heads]
 
 
+def packed(spans: Sequence[Span], page_size: int, tail_row: int | None = None) -> Pack:
+    """The new tokens of sequences, those behind cuts after all others (`pieces_of`)."""
+    pieces = pieces_of(spans, tail_row)
+    in_order = [piece for part in pieces for piece in part]
+    counts = torch.tensor([piece.stop - piece.start for piece in in_order])
+    first = torch.tensor([[p.number, p.row, p.start] for p in in_order]).T
+    owner_T, row_T, position_T = first.repeat_interleave(counts, 1)
+    within_T = torch.arange(len(owner_T)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    position_T = position_T + within_T
+    tables = [span.table.kv_pages for span in spans]
+    starts = torch.tensor([0, *(len(pages) for pages in tables)]).cumsum(0)
+    pages = torch.tensor([page for pages in tables for page in pages])
+    page_T = pages[starts[owner_T] + position_T // page_size]
+    return Pack(pieces, owner_T, row_T + within_T, page_T, position_T % page_size)
+
+
 class PagedCache:
     """A `baltoro.model.cache.Cache` over the pages of some sequences.
 
     Where a sequence is cut, the pack has its tokens before the cut among those of the others, and
-    those behind it after all of them: `pieces`.
+    those behind it after all of them.
     """
 
     def __init__(
         self, pool: PagePool, form: Literal["prefill", "decode"], spans: Sequence[Span]
     ) -> None:
         self.form: Literal["prefill", "decode"] = form
-        self.pieces = pieces_of(spans)
+        pack = packed(spans, pool.layout.page_size)
+        self.pieces = pack.pieces
         self._pool = pool
         size, device = pool.layout.page_size, pool.pages.device
         self._starts = [span.start for span in spans]
@@ -180,22 +212,15 @@ class PagedCache:
             for span, count in zip(spans, counts, strict=True)
         ]
         self._counts = counts
-        pages_NP = torch.tensor(padded, dtype=torch.int32)
-        self._pages_NP = pages_NP.to(device)
+        self._pages_NP = torch.tensor(padded, dtype=torch.int32, device=device)
         self._lengths_N = torch.tensor(self._stops, dtype=torch.int32, device=device)
         self._cu_seqlens = torch.tensor([0, *(stop - start for _, start, stop in spans)]).cumsum(0)
-        in_order = [piece for part in self.pieces for piece in part]
-        positions = [torch.arange(piece.start, piece.stop) for piece in in_order]
-        rows_T = torch.cat(positions)
-        owner_T = torch.tensor([piece.number for piece in in_order]).repeat_interleave(
-            torch.tensor([len(p) for p in positions])
-        )
-        self._new_pages_T = pages_NP[owner_T, rows_T // size].to(device)
-        self._new_rows_T = (rows_T % size).to(device)
+        self._new_pages_T = pack.page_T.to(device)
+        self._new_rows_T = pack.place_T.to(device)
         # rows of the pack by sequence; None where they are
         self._order_T: Tensor | None = None
         if len(self.pieces) > 1 and len(spans) > 1:
-            self._order_T = torch.argsort(owner_T, stable=True).to(device)
+            self._order_T = pack.order_T.to(device)
         self._parts = [_part(pieces, device) for pieces in self.pieces]
 
     def prefill_kda(
@@ -220,7 +245,14 @@ class PagedCache:
         self._pool.latents(layer_idx)[self._new_pages_T, self._new_rows_T] = kv_latent
 
     def attended(self, layer_idx: int, attend: Attend, q_THK: Tensor, cu_seqlens: Tensor) -> Tensor:
-        latents, order_T = self._pool.latents(layer_idx), self._order_T
+        if self._order_T is None:
+            return self.attended_in_order(layer_idx, attend, q_THK)
+        y_THV = self.attended_in_order(layer_idx, attend, q_THK[self._order_T])
+        return torch.empty_like(y_THV).index_copy_(0, self._order_T, y_THV)
+
+    def attended_in_order(self, layer_idx: int, attend: Attend, q_THK: Tensor) -> Tensor:
+        """As `attended`, of queries in the order of the sequences and their tokens."""
+        latents = self._pool.latents(layer_idx)
         rows = [
             latents[self._pages_NP[n, : self._counts[n]]].flatten(0, 1)[:stop]
             for n, stop in enumerate(self._stops)
@@ -228,10 +260,7 @@ class PagedCache:
         kv_SR = rows[0] if len(rows) == 1 else torch.cat(rows)
         # both bounds on the host: who looks at them need not wait for the device
         bounds = torch.tensor([0, *self._stops]).cumsum(0)
-        if order_T is None:
-            return attend(q_THK, kv_SR, self._cu_seqlens, bounds)
-        y_THV = attend(self.by_sequence(q_THK), kv_SR, self._cu_seqlens, bounds)
-        return torch.empty_like(y_THV).index_copy_(0, order_T, y_THV)
+        return attend(q_THK, kv_SR, self._cu_seqlens, bounds)
 
     def by_sequence(self, x_TD: Tensor) -> Tensor:
         """Rows of the pack in the order of the sequences and their tokens."""

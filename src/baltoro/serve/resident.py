@@ -73,15 +73,16 @@ class ResidentBatch:
         self._captured: tuple[int, ...] = ()  # addresses of the weights that the graphs read
 
     @torch.inference_mode()
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Join the model's projections; on a GPU make the graphs too, if those there read others.
 
         Call it again when weights may have become other tensors. What the rows held is lost.
+        Returns whether graphs were made.
         """
         device = self.pool.pages.device
         self.model.join_projections()
         if device.type != "cuda" or self._addresses() == self._captured:
-            return
+            return False
         self._graphs = {}
         for tensor in (self.tokens, self.positions, self.is_used, self.slots, self.page_table):
             tensor.zero_()
@@ -98,6 +99,7 @@ class ResidentBatch:
                 logits_NW = self._compute(size)
             self._graphs[size] = (graph, logits_NW)
         self._captured = self._addresses()
+        return True
 
     @torch.inference_mode()
     def place(self, places: Sequence[Place]) -> None:

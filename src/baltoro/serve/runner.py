@@ -22,6 +22,7 @@ from torch import Tensor
 from baltoro.model.model import Model
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool, Piece, Span, VerifyCache
+from baltoro.serve.prefill import PrefillBatch
 from baltoro.serve.request import Constraint, NewToken, Sequence
 from baltoro.serve.resident import FED, Place, ResidentBatch
 from baltoro.serve.sampler import Drawing, Row, draw, drawing_of, row_of
@@ -74,13 +75,20 @@ class _Drawn(NamedTuple):
 class Runner:
     """A model and the pages that hold its sequences' state.
 
-    With a `batch` no drafts are served.
+    With a `batch` no drafts are served. `packs` come with one.
     """
 
-    def __init__(self, model: Model, pool: PagePool, batch: ResidentBatch | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pool: PagePool,
+        batch: ResidentBatch | None = None,
+        packs: PrefillBatch | None = None,
+    ) -> None:
         self.model = model
         self.pool = pool
         self.batch = batch
+        self.packs = packs
         self.device = model.lm_head.weight.device
         self._ahead: _Drawn | None = None
         self._placed: list[tuple[Sequence, Table | None]] = []  # rows of the batch
@@ -96,8 +104,10 @@ class Runner:
     def renew(self) -> None:
         """The model's weights may have become other tensors; call it before the next step."""
         if self.batch is not None:
-            self.batch.prepare()
+            is_new = self.batch.prepare()
             self._placed = []
+            if is_new and self.packs is not None:
+                self.packs.capture()
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, weights_version: str) -> StepOutput:
@@ -123,7 +133,9 @@ class Runner:
             )
             hidden.append(hidden_ND)
             mixtures.append(mixture_TD)
-        if plan.prefills:
+        if plan.prefills and self._has_size(plan.prefills):
+            hidden.append(self._prefill(plan.prefills))
+        elif plan.prefills:
             cache = PagedCache(self.pool, "prefill", _spans(plan.prefills))
             hidden_ND, mixture_TD = self._forward(plan.prefills, cache)
             hidden.append(hidden_ND)
@@ -226,6 +238,18 @@ class Runner:
         self.batch.place(places)
         self._placed = [(s, p.table) for (s, _), p in zip(rows, places, strict=True)]
         self._num_pages = [len(place.table.kv_pages) for place in places]
+
+    def _has_size(self, works: Series[Work]) -> bool:
+        """Whether the fixed rows have room for all of it; they have none for pictures."""
+        is_plain = all(work.sequence.request.image_features is None for work in works)
+        return is_plain and self.packs is not None and self.packs.size_of(_spans(works)) is not None
+
+    def _prefill(self, works: Series[Work]) -> Tensor:
+        """Hidden states `[N, D]` of the rows to draw, from fixed rows."""
+        assert self.packs is not None
+        hidden_TD, last = self.packs.run(_spans(works), lambda p: _tokens(works[p.number], p))
+        rows = [row for work, row in zip(works, last, strict=True) if work.is_sampled]
+        return hidden_TD[torch.tensor(rows, dtype=torch.int64).to(self.device)]
 
     def _forward(self, works: Series[Work], cache: PagedCache) -> tuple[Tensor, Tensor]:
         """Hidden states `[N, D]` of the rows to draw, and all mixtures `[T, D]`."""

@@ -1,0 +1,235 @@
+"""Prefill with its inputs at fixed places on the device, as CUDA graphs that pause at attention.
+
+A prompt's kernels are short and hundreds, so that a host which launches them one by one takes
+longer than the device. Here the new tokens of a few sequences lie in a pack of a fixed number of
+rows: `size` rows for those before cuts, and some for those behind them (`pool.packed`). Rows that
+nobody uses belong to one more sequence, in page 0, which is nobody's. All between two attentions
+is one graph; attention itself, whose keys are as many as the sequences are long, is launched by
+the host in between. On a CPU the same rows go through the same call, without graphs.
+
+N is the most sequences of a pack, G the groups of KDA layers that share a page.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from baltoro.model.cache import Attend
+from baltoro.model.model import Model
+from baltoro.serve.pages import Table
+from baltoro.serve.pool import PagedCache, PagePool, Part, Piece, Span, packed
+
+MAX_SEQUENCES = 8
+MAX_TOKENS = 8192  # beyond, the device takes longer than the host
+MIN_TOKENS = 64
+
+
+def ladder(max_tokens: int) -> tuple[int, ...]:
+    """Rows that have graphs: from each power of two to the next in two steps."""
+    sizes = [size for power in range(6, 14) for size in (1 << power, 3 << (power - 1))]
+    return tuple(size for size in sizes if size <= min(max_tokens, MAX_TOKENS))
+
+
+class Prefilled(NamedTuple):
+    """What a pack gave, valid until the next one."""
+
+    hidden: Tensor  # [rows, D]
+    last: list[int]  # the row of each sequence's last token
+
+
+class _Recorder:
+    """Graphs, and what the host does between them."""
+
+    def __init__(self, pool: tuple[int, int]) -> None:
+        self._pool = pool
+        self.steps: list[Callable[[], object]] = []
+        self._begin()
+
+    def pause(self, run: Callable[[], object]) -> None:
+        """Have `run` called at this point of each replay."""
+        self.end()
+        self.steps.append(run)
+        self._begin()
+
+    def end(self) -> None:
+        self._graph.capture_end()
+        self.steps.append(self._graph.replay)
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(pool=self._pool)
+
+
+class _FixedCache(PagedCache):
+    """The pages of whatever pack lies in a batch's first rows."""
+
+    def __init__(self, batch: "PrefillBatch", size: int) -> None:
+        self.form = "prefill"
+        self._pool = batch.pool
+        self._batch = batch
+        self.size = size
+        self.num_rows = size + batch.num_tail_rows(size)
+        regions = [slice(0, size), slice(size, self.num_rows)]
+        self._parts = [
+            Part(rows, batch.bounds[part], *batch.states[part])
+            for part, rows in enumerate(regions)
+            if rows.stop > rows.start
+        ]
+        self._new_pages_T, self._new_rows_T = batch.places[:, : self.num_rows]
+        self.recorder: _Recorder | None = None
+        self.steps: list[Callable[[], object]] = []  # none: it is computed call by call
+        self.hidden: Tensor | None = None
+
+    def attended(self, layer_idx: int, attend: Attend, q_THK: Tensor, cu_seqlens: Tensor) -> Tensor:
+        mla = self._batch.model.config.mla
+        out_THV = q_THK.new_zeros(len(q_THK), mla.num_heads, mla.v_head_dim)
+
+        def attend_now() -> None:
+            order_T, live = self._batch.order_T, self._batch.live
+            assert order_T is not None and live is not None
+            out_THV.index_copy_(
+                0, order_T, live.attended_in_order(layer_idx, attend, q_THK[order_T])
+            )
+
+        if self.recorder is None:
+            attend_now()
+        else:
+            self.recorder.pause(attend_now)
+        return out_THV
+
+
+class PrefillBatch:
+    """Packs of up to `max_tokens` new tokens of sequences whose state is in `pool`.
+
+    With `has_cuts` sequences may be cut. One is that a hash block follows at most.
+    """
+
+    def __init__(self, model: Model, pool: PagePool, max_tokens: int, *, has_cuts: bool) -> None:
+        device = pool.pages.device
+        self.model = model
+        self.pool = pool
+        self.sizes = ladder(max_tokens)
+        self._has_cuts = has_cuts
+        num_rows = max((size + self.num_tail_rows(size) for size in self.sizes), default=0)
+        num_groups = len(pool.layout.state_groups)
+        self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.places = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
+        shape = (2, MAX_SEQUENCES + 2)
+        self.bounds = torch.zeros(shape, dtype=torch.int32, device=device)
+        # of each part: pages of the states before it, and behind it
+        shape = (2, 2, num_groups, MAX_SEQUENCES + 1)
+        self.states = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.live: PagedCache | None = None  # the pack itself, for attention
+        self.order_T: Tensor | None = None
+        self._caches = {size: _FixedCache(self, size) for size in self.sizes}
+
+    def num_tail_rows(self, size: int) -> int:
+        """Rows behind cuts, in a pack of `size` before them."""
+        unit = self.pool.layout.hash_block
+        return max(unit, min(MAX_SEQUENCES * unit, size // 8)) if self._has_cuts else 0
+
+    def size_of(self, spans: Sequence[Span]) -> int | None:
+        """The smallest size that has room for them, if any."""
+        behind = sum(span.stop - span.cut[0] for span in spans if span.cut is not None)
+        before = sum(span.stop - span.start for span in spans) - behind
+        if len(spans) > MAX_SEQUENCES:
+            return None
+        return next(
+            (s for s in self.sizes if before <= s and behind <= self.num_tail_rows(s)), None
+        )
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Make the graphs, on a GPU; call it again when weights have become other tensors."""
+        device = self.pool.pages.device
+        if device.type != "cuda":
+            return
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for size in reversed(self.sizes):  # the largest first: others fit into its memory
+                cache = self._caches[size] = _FixedCache(self, size)
+                self._place(size, [_nobody(self.pool, size)], lambda p: [0] * (p.stop - p.start))
+                self._compute(cache)  # kernels are built
+                cache.recorder = _Recorder(pool)
+                cache.hidden = self._compute(cache)
+                cache.recorder.end()
+                cache.steps, cache.recorder = cache.recorder.steps, None
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    @torch.inference_mode()
+    def run(self, spans: Sequence[Span], tokens_of: Callable[[Piece], Sequence[int]]) -> Prefilled:
+        """Compute the new tokens of sequences that have a size."""
+        size = self.size_of(spans)
+        assert size is not None
+        cache = self._caches[size]
+        ends = self._place(size, spans, tokens_of)
+        for step in cache.steps:
+            step()
+        hidden = cache.hidden if cache.steps else self._compute(cache)
+        assert hidden is not None
+        return Prefilled(hidden, [end - 1 for end in ends])
+
+    def _compute(self, cache: _FixedCache) -> Tensor:
+        tokens_T = self.tokens[: cache.num_rows]
+        return self.model(tokens_T, self.bounds[0], cache).hidden
+
+    def _place(
+        self,
+        size: int,
+        spans: Sequence[Span],
+        tokens_of: Callable[[Piece], Sequence[int]],
+    ) -> list[int]:
+        """Put a pack into the rows; where each sequence ends."""
+        device = self.pool.pages.device
+        num_tail_rows = self.num_tail_rows(size)
+        num_rows = size + num_tail_rows
+        pack = packed(spans, self.pool.layout.page_size, tail_row=size)
+        rows = torch.zeros((3, num_rows), dtype=torch.int64)
+        bounds = torch.zeros(self.bounds.shape, dtype=torch.int32)
+        states = torch.zeros(self.states.shape, dtype=torch.int64)
+        bounds[:, -1] = torch.tensor([size, num_tail_rows])
+        ids, ends = list[int](), [0] * len(spans)
+        for part, pieces in enumerate(pack.pieces):
+            counts = [piece.stop - piece.start for piece in pieces]
+            starts = list(accumulate(counts, initial=0))
+            starts += [starts[-1]] * (MAX_SEQUENCES - len(pieces))
+            bounds[part, :-1] = torch.tensor(starts)
+            for place, pages in enumerate(([p.source for p in pieces], [p.target for p in pieces])):
+                states[part, place, :, : len(pieces)] = torch.tensor(pages).T
+            for piece in pieces:
+                ids += tokens_of(piece)
+                ends[piece.number] = piece.row + piece.stop - piece.start
+        rows[:, pack.row_T] = torch.stack([torch.tensor(ids), pack.page_T, pack.place_T])
+        rows = _sent(rows, device)
+        self.tokens[:num_rows] = rows[0]
+        self.places[:, :num_rows] = rows[1:]
+        self.bounds.copy_(_sent(bounds, device))
+        self.states.copy_(_sent(states, device))
+        self.order_T = _sent(pack.order_T, device)
+        self.live = PagedCache(self.pool, "prefill", spans)
+        return ends
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+def _nobody(pool: PagePool, size: int) -> Span:
+    """A sequence in page 0."""
+    pages = -(-size // pool.layout.page_size)
+    table = Table(
+        kv_pages=[0] * pages,
+        state_pages=(0,) * len(pool.layout.state_groups),
+        num_hit=0,
+        stops=frozenset(),
+        is_cacheable=False,
+        last_kept=0,
+    )
+    return Span(table, 0, size)
