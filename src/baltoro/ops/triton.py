@@ -1,4 +1,4 @@
-"""What the Triton kernels of several operators share: refusals, registration, sums over rows."""
+"""What the Triton kernels of several operators share: refusals, registration, launches, sums."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,7 +6,9 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 from .impl import ImplError
 
@@ -35,14 +37,72 @@ def as_operator(
     """`run` as torch's operator `baltoro::name`, which `torch.compile` does not look into.
 
     `outputs` takes the same arguments and returns tensors of the same shapes, unfilled. `run`
-    mutates no argument. A call costs Python a third of what `torch.library.custom_op` does.
+    mutates no argument. Where nobody traces or watches operators, `run` is called directly: torch's
+    dispatcher costs Python as much as all the rest of a call.
     """
     qualified = f"baltoro::{name}"
     torch.library.define(qualified, torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(qualified, ("cuda", "cpu"), run)
     torch.library.register_fake(qualified, outputs)
     operator: Callable[..., Any] = getattr(torch.ops.baltoro, name).default
-    return operator
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+            return operator(*arguments)
+        return run(*arguments)
+
+    return call
+
+
+_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+
+
+def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](*arguments, **constants)`, but what Triton found for such arguments is kept.
+
+    Triton's own look at every argument takes the host as long as a small kernel runs. `arguments`
+    are tensors, tuples of tensors of one dtype, numbers or None, in the kernel's order, all that
+    are not compile-time arguments; the latter come by name, with the launch's options.
+    """
+    if not isinstance(kernel, JITFunction):  # interpreted
+        kernel[grid](*arguments, **constants)
+        return
+    key: list[object] = [kernel, torch.cuda.current_device()]
+    values: list[object] = []
+    bits = 0
+    for x in arguments:
+        kind = type(x)
+        if kind is int:
+            values.append(x)
+            # as Triton tells integers apart: one, multiples of 16, those of 64 bits
+            key.append(1 if x == 1 else (x & 15 == 0, x >> 31))
+        elif kind is tuple:
+            pointers = tuple([tensor.data_ptr() for tensor in x])
+            for pointer in pointers:
+                bits |= pointer
+            values.append(pointers)
+            key.append((x[0].dtype, len(x)))
+        elif kind is float or x is None:
+            values.append(x)
+            key.append(kind)
+        else:
+            pointer = x.data_ptr()
+            bits |= pointer
+            values.append(pointer)
+            key.append(x.dtype)
+    if bits & 15:  # Triton has to see which pointers are not aligned
+        kernel[grid](*arguments, **constants)
+        return
+    key += constants.items()
+    kind_of_call = tuple(key)
+    found = _compiled.get(kind_of_call)
+    if found is None:
+        compiled = kernel[grid](*arguments, **constants)
+        fixed = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+        _compiled[kind_of_call] = compiled, fixed
+    else:
+        compiled, fixed = found
+        compiled[(*grid, 1, 1)[:3]](*values, *fixed)
 
 
 def cdiv(a: int, b: int) -> int:

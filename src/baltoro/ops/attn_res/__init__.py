@@ -40,8 +40,9 @@ def attn_res_mix(
     first = sources[0]
     if first.dim() != 2:
         raise ValueError(f"attn_res_mix: sources[0] has shape {list(first.shape)}; expected [T, D]")
+    shape, dtype = first.shape, first.dtype
     for index, source in enumerate(sources):
-        if source.shape != first.shape or source.dtype != first.dtype:
+        if source.shape != shape or source.dtype != dtype:
             raise ValueError(
                 f"attn_res_mix: sources[{index}] is {source.dtype} {list(source.shape)}; "
                 f"all must be {first.dtype} {list(first.shape)} as sources[0] is"

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import add_pairs, cdiv, padded_width
+from ..triton import add_pairs, cdiv, enqueue, padded_width
 
 NUM_WARPS = 16
 
@@ -238,7 +238,8 @@ def launch_forward(
     """Fill the mixture `[T, D]` and, where kept, 1/rms and scores `[T, 2 S]`."""
     (T, D), S = out.shape, len(sources)
     tokens = tokens_per_program(T, shape)
-    packed_forward_kernel[(cdiv(T, tokens),)](
+    enqueue(
+        packed_forward_kernel, (cdiv(T, tokens),),
         sources, norm_weight, proj_weight, out, stats, T, tokens, eps,
         S=S, D=D, BP=padded_width(D) // 2, AHEAD=min(shape.ahead, S), IS_KEPT=is_kept,
         num_warps=NUM_WARPS,
@@ -252,7 +253,8 @@ def launch_backward(
     """Fill the gradients of the sources, and one part of the query's for each program."""
     (T, D), S = d_out.shape, len(sources)
     group = shape.group if S % shape.group == 0 else 1
-    packed_backward_kernel[(len(d_query_parts),)](
+    enqueue(
+        packed_backward_kernel, (len(d_query_parts),),
         sources, d_sources, norm_weight, proj_weight, d_out, stats, d_query_parts,
         T, tokens_per_program(T, shape),
         S=S, D=D, BP=padded_width(D) // 2, AHEAD=min(max(shape.ahead, group), S), GROUP=group,

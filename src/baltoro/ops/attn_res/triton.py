@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import add_pairs, as_operator, cdiv, padded_width, refuse_unserved
+from ..triton import add_pairs, as_operator, cdiv, enqueue, padded_width, refuse_unserved
 from . import packed
 
 MAX_TOKENS_PER_PROGRAM = 4  # of a forward program, which reads the query once for all of them
@@ -207,7 +207,8 @@ def _forward(
         BD = padded_width(D)
         shape = forward_shape(S, BD)
         tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
-        forward_kernel[(cdiv(T, tokens_per_program),)](
+        enqueue(
+            forward_kernel, (cdiv(T, tokens_per_program),),
             tuple(sources), norm_weight, proj_weight, out, stats, T, tokens_per_program, eps,
             S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.is_held, IS_KEPT=is_kept,
             num_warps=shape.num_warps,
@@ -254,14 +255,16 @@ def _backward(
             tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats, parts, pairs
         )
     elif T > 0:
-        backward_kernel[(num_programs,)](
+        enqueue(
+            backward_kernel, (num_programs,),
             tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats, parts,
             T, tokens_per_program,
             S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.is_held, num_warps=shape.num_warps,
         )  # fmt: skip
-    query_kernel[(cdiv(D, SUM_COLUMNS),)](
-        parts, norm_weight, proj_weight, d_norm, d_proj, num_programs, D=D, BP=128, BD=SUM_COLUMNS
-    )
+    enqueue(
+        query_kernel, (cdiv(D, SUM_COLUMNS),), parts, norm_weight, proj_weight, d_norm, d_proj,
+        num_programs, D=D, BP=128, BD=SUM_COLUMNS,
+    )  # fmt: skip
     return grads
 
 

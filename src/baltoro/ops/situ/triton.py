@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import as_operator, cdiv, refuse_unserved, rows_of
+from ..triton import as_operator, cdiv, enqueue, refuse_unserved, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SIGN = tl.constexpr(-(2**31))
@@ -180,7 +180,8 @@ def _forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -
     out = gate.new_empty(gate.shape)
     if gate.numel() > 0:
         rows = _rows(gate, up)
-        situ_forward_kernel[rows.grid](
+        enqueue(
+            situ_forward_kernel, rows.grid,
             *rows.tensors, out, rows.width, *rows.strides,
             beta, 0.0 if linear_beta is None else linear_beta,
             BLOCK=BLOCK, IS_FLAT=rows.is_flat,
@@ -208,7 +209,8 @@ def _backward(
     out, d_gate, d_up = _gradients(gate, up, has_out)
     if gate.numel() > 0:
         rows = _rows(gate, up, d_out)
-        situ_backward_kernel[rows.grid](
+        enqueue(
+            situ_backward_kernel, rows.grid,
             *rows.tensors, out, d_gate, d_up, rows.width, *rows.strides,
             beta, 0.0 if linear_beta is None else linear_beta,
             BLOCK=BLOCK, IS_FLAT=rows.is_flat,
