@@ -32,6 +32,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "report": ("baltoro.train.report:report", "what a run did, as one HTML page"),
     "recipes": ("baltoro.recipes.pretrain:recipes", "what each size of the ladder fixes"),
     "compare": ("baltoro.recipes.compare:compare", "put published directions to the test"),
+    "bench": ("baltoro.ops.tune:bench", "measure launch shapes of kernels on this GPU"),
     "fixture": ("baltoro.checkpoint.fixture:fixture", "a tiny random checkpoint for tests"),
     "sandbox": ("baltoro.sandbox.cli:main", "install, test and use sandboxes"),
 }
@@ -121,7 +122,8 @@ def _dispatch(args: list[str]) -> int:
             options, overrides = split_overrides(options)
             fixed = {"overrides": overrides}
         function = _with_positional(verb, fixed)
-        config = (tyro.conf.FlagCreatePairsOff,)
+        # options of a record are as flat as the others
+        config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes)
         tyro.cli(function, prog=f"baltoro {args[0]}", args=options, config=config)
     else:
         raise ValueError(f"{args[0]}: unknown verb; {nearest(args[0], VERBS)}")
