@@ -6,6 +6,7 @@ move, an assignment to `.data`) are noticed, and the projections are computed on
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -17,43 +18,65 @@ ROWS = 16  # each weight begins at a multiple: products like aligned columns
 Groups = Sequence[Sequence[nn.Linear]]  # maps of one input, without biases
 
 
+class Stack:
+    """Parameters that lie in one tensor from now on, each beginning at its row of it."""
+
+    def __init__(self, parts: Sequence[nn.Parameter], starts: Sequence[int], num_rows: int) -> None:
+        self._parts = parts
+        shape = (num_rows, *parts[0].shape[1:])
+        self.whole = parts[0].new_zeros(shape, requires_grad=False)
+        for part, start in zip(parts, starts, strict=True):
+            rows = self.whole[start : start + len(part)]
+            rows.copy_(part.detach())
+            part.data = rows
+        self._addresses = self._current()
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the parameters still are rows of the tensor."""
+        return self._current() == self._addresses
+
+    def _current(self) -> list[int]:
+        return [part.data_ptr() for part in self._parts]
+
+
+def stacked(parts: Sequence[nn.Parameter], stack: Stack | None) -> Stack:
+    """`parts` one behind the other: as they are if they still are."""
+    if stack is not None and stack.is_intact:
+        return stack
+    *starts, num_rows = accumulate((len(part) for part in parts), initial=0)
+    return Stack(parts, starts, num_rows)
+
+
 class Joined:
     """Maps whose weights lie side by side from now on, those of a group without a gap."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
-        self._parts = [part for group in groups for part in group]
         widths = [sum(part.out_features for part in group) for group in groups]
         starts = [0]
         for width in widths:
             starts.append(starts[-1] + -(-width // ROWS) * ROWS)
-        weight = self._parts[0].weight
-        self.weight = weight.new_zeros((starts[-1], weight.shape[1]), requires_grad=False)
+        rows = []
         for group, start in zip(groups, starts, strict=False):
-            for part in group:
-                rows = self.weight[start : start + part.out_features]
-                rows.copy_(part.weight.detach())
-                part.weight.data = rows
-                start += part.out_features
+            rows += list(accumulate((part.out_features for part in group), initial=start))[:-1]
+        parts = [part.weight for group in groups for part in group]
+        self._stack = Stack(parts, rows, starts[-1])
         self._columns = [
             slice(start, start + width) for start, width in zip(starts, widths, strict=False)
         ]
-        self._addresses = self._current()
 
     @property
     def is_intact(self) -> bool:
-        """Whether the parameters still are rows of the matrix."""
-        return self._current() == self._addresses
+        """Whether the weights still lie so."""
+        return self._stack.is_intact
 
     def __call__(self, x_TD: Tensor) -> list[Tensor]:
         """What each group gives."""
         if torch.is_grad_enabled() or not self.is_intact:
             return projected(x_TD, self.groups, None)
-        y_TC = F.linear(x_TD, self.weight)
+        y_TC = F.linear(x_TD, self._stack.whole)
         return [y_TC[:, columns] for columns in self._columns]
-
-    def _current(self) -> list[int]:
-        return [part.weight.data_ptr() for part in self._parts]
 
 
 def rejoined(groups: Groups, joined: Joined | None) -> Joined:

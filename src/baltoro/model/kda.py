@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from baltoro.model.cache import Cache, ScanInputs, ScanOutput
 from baltoro.model.config import ModelConfig
-from baltoro.model.joined import Groups, Joined, projected, rejoined
+from baltoro.model.joined import Groups, Joined, Stack, projected, rejoined, stacked
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
 from baltoro.ops.kda.fused import chunk_kda_fused
 from baltoro.ops.rms_norm import gated_rms_norm
@@ -60,6 +60,7 @@ class Kda(nn.Module):
             self.g_a_proj = nn.Linear(size, kda.head_dim, bias=False)
             self.g_b_proj = nn.Linear(kda.head_dim, width, bias=False)
         self.joined: Joined | None = None
+        self._stacked_taps: Stack | None = None
         self.o_norm = HeadNorm(kda.head_dim)
         self.o_proj = nn.Linear(width, size, bias=False)
 
@@ -112,8 +113,14 @@ class Kda(nn.Module):
         )
 
     def _taps(self) -> Tensor:
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        return torch.cat([conv.weight for conv in convs]).squeeze(1)
+        """`[C, W]`, one behind the other."""
+        stack = self._stacked_taps
+        if stack is not None and not torch.is_grad_enabled() and stack.is_intact:
+            return stack.whole.squeeze(1)
+        return torch.cat(self._conv_weights()).squeeze(1)
+
+    def _conv_weights(self) -> tuple[nn.Parameter, ...]:
+        return (self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight)
 
     def _scan(
         self,
@@ -150,6 +157,7 @@ class Kda(nn.Module):
     def join(self) -> None:
         """Make one product of the input's projections where no gradient is wanted."""
         self.joined = rejoined(self._groups(), self.joined)
+        self._stacked_taps = stacked(self._conv_weights(), self._stacked_taps)
 
     def _groups(self) -> Groups:
         gate = self.g_proj if self.config.kda.use_full_rank_gate else self.g_a_proj

@@ -8,6 +8,7 @@ the embedding is the first finished block. Without them the layer is pre-norm.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from baltoro.model.cache import Cache
@@ -17,8 +18,8 @@ from baltoro.model.mla import Mla
 from baltoro.model.mlp import Mlp
 from baltoro.model.moe import Moe, MoeOutput
 from baltoro.model.norm import RmsNorm, backbone_norm
-from baltoro.ops.attn_res import attn_res_mix
 from baltoro.ops.moe import Routing
+from baltoro.ops.residual import Query, ResidualRead, normed_read
 
 
 class LayerOutput(NamedTuple):
@@ -27,23 +28,12 @@ class LayerOutput(NamedTuple):
     partial_sum: Tensor  # [T, D]; the residual stream without attention residuals
     blocks: tuple[Tensor, ...]  # finished block sums, each [T, D]
     routing: Routing | None  # None from a dense layer
+    pending: Tensor | None = None  # [T, D], to be added to `partial_sum` by who reads it
 
 
-class AttnRes(NamedTuple):
+def query_of(norm: RmsNorm, proj: nn.Linear, impl: str) -> Query:
     """The two vectors of one read; the release keeps them side by side, not in a module."""
-
-    norm: RmsNorm
-    proj: nn.Linear  # [1, D], the pseudo-query
-
-    def __call__(self, blocks: tuple[Tensor, ...], partial_sum: Tensor, impl: str) -> Tensor:
-        """The mixture `[T, D]` of all sources; with no finished block it is `partial_sum`."""
-        return attn_res_mix(
-            (*blocks, partial_sum),
-            self.norm.weight,
-            self.proj.weight.squeeze(0),
-            eps=self.norm.eps,
-            impl=impl,
-        )
+    return Query(norm.weight, proj.weight.squeeze(0), norm.eps, impl)
 
 
 class Layer(nn.Module):
@@ -79,33 +69,51 @@ class Layer(nn.Module):
         cu_seqlens: Tensor,
         cache: Cache | None = None,
         replay_ids: Tensor | None = None,
+        pending: Tensor | None = None,
     ) -> LayerOutput:
         """`[T, D]` and the finished blocks to the next `[T, D]` and blocks.
 
         An MoE layer runs the experts `replay_ids` int64 `[T, A]`, if given, in place of its own.
+        Where states are kept and no gradient is wanted, the last addition is left to the next read.
         """
-        if not self.use_attn_res:
-            x_TD = partial_sum
-            x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cu_seqlens, cache)
-            y_TD, routing = self._channel_mix(self.post_attention_layernorm(x_TD), replay_ids)
-            return LayerOutput(x_TD + y_TD, blocks, routing)
-        read = AttnRes(self.self_attention_res_norm, self.self_attention_res_proj)
-        mixed_TD = read(blocks, partial_sum, self.impl)
-        y_TD = self.self_attn(self.input_layernorm(mixed_TD), cu_seqlens, cache)
+        attn_query, mlp_query = self._queries()
+        read = self._read(blocks, partial_sum, pending, attn_query, self.input_layernorm)
+        y_TD = self.self_attn(read.normed, cu_seqlens, cache)
+        partial_sum, pending = read.partial_sum, y_TD
         if self.starts_block:
             # after the read, before the write: the channel mixer already sees the finished block
-            blocks, partial_sum = (*blocks, partial_sum), y_TD
-        else:
-            partial_sum = partial_sum + y_TD
-        read = AttnRes(self.mlp_res_norm, self.mlp_res_proj)
-        mixed_TD = read(blocks, partial_sum, self.impl)
-        y_TD, routing = self._channel_mix(self.post_attention_layernorm(mixed_TD), replay_ids)
-        return LayerOutput(partial_sum + y_TD, blocks, routing)
+            blocks, partial_sum, pending = (*blocks, partial_sum), y_TD, None
+        read = self._read(blocks, partial_sum, pending, mlp_query, self.post_attention_layernorm)
+        y_TD, routing = self._channel_mix(read.normed, replay_ids)
+        if cache is not None and not torch.is_grad_enabled():
+            return LayerOutput(read.partial_sum, blocks, routing, y_TD)
+        return LayerOutput(read.partial_sum + y_TD, blocks, routing)
 
     def join(self) -> None:
         """Make one product of the projections of an input where no gradient is wanted."""
         self.self_attn.join()
         (self.block_sparse_moe if self.is_moe else self.mlp).join()
+
+    def _queries(self) -> tuple[Query | None, Query | None]:
+        """Of the reads before the token and the channel mixer."""
+        if not self.use_attn_res:
+            return None, None
+        return (
+            query_of(self.self_attention_res_norm, self.self_attention_res_proj, self.impl),
+            query_of(self.mlp_res_norm, self.mlp_res_proj, self.impl),
+        )
+
+    def _read(
+        self,
+        blocks: tuple[Tensor, ...],
+        partial_sum: Tensor,
+        pending: Tensor | None,
+        query: Query | None,
+        norm: RmsNorm,
+    ) -> ResidualRead:
+        return normed_read(
+            blocks, partial_sum, pending, query, norm.weight, eps=norm.eps, impl=norm.impl
+        )
 
     def _channel_mix(
         self, x_TD: Tensor, replay_ids: Tensor | None

@@ -13,10 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from baltoro.model.cache import Cache
 from baltoro.model.config import FP32_SUFFIXES, ModelConfig
 from baltoro.model.init import init_weights
-from baltoro.model.layer import AttnRes, Layer, LayerOutput
+from baltoro.model.layer import Layer, LayerOutput, query_of
 from baltoro.model.mtp import MtpLayer, MtpOutput
 from baltoro.model.norm import backbone_norm
 from baltoro.model.vision import Projector, VisionTower, check_grids
+from baltoro.ops.residual import normed_read
 
 
 class ModelOutput(NamedTuple):
@@ -85,24 +86,34 @@ class Model(nn.Module):
         scores: list[Tensor] = []
         expert_ids: list[Tensor] = []
         num_rerouted = 0
+        pending: Tensor | None = None
         for layer, replay_ids in zip(self.layers, replays, strict=True):
-            args = (partial_sum, blocks, cu_seqlens, cache, replay_ids)
+            args = (partial_sum, blocks, cu_seqlens, cache, replay_ids, pending)
             out: LayerOutput = (
                 checkpoint(layer, *args, use_reentrant=False) if recompute else layer(*args)
             )
-            partial_sum, blocks = out.partial_sum, out.blocks
+            partial_sum, blocks, pending = out.partial_sum, out.blocks, out.pending
             if out.routing is not None:
                 num_rerouted += out.routing.num_rerouted
                 if self.training:
                     scores.append(out.routing.scores)
                 if keep_expert_ids:
                     expert_ids.append(out.routing.expert_ids)
-        mixture_TD = partial_sum
+        query = None
         if self.config.attn_res_block_size is not None:
-            read = AttnRes(self.output_attn_res_norm, self.output_attn_res_proj)
-            mixture_TD = read(blocks, partial_sum, self.config.impl.attn_res)
+            norm, proj = self.output_attn_res_norm, self.output_attn_res_proj
+            query = query_of(norm, proj, self.config.impl.attn_res)
+        read = normed_read(
+            blocks,
+            partial_sum,
+            pending,
+            query,
+            self.norm.weight,
+            eps=self.norm.eps,
+            impl=self.norm.impl,
+        )
         return ModelOutput(
-            self.norm(mixture_TD), mixture_TD, tuple(scores), tuple(expert_ids), num_rerouted
+            read.normed, read.mixture, tuple(scores), tuple(expert_ids), num_rerouted
         )
 
     def _replay_by_layer(self, replay: tuple[Tensor, ...] | None) -> list[Tensor | None]:
