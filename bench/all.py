@@ -68,7 +68,7 @@ SECTIONS = (
         name="ops_pointwise",
         script="ops_pointwise.py",
         arguments=("--budget", "120"),
-        quick=("--ways", "triton", "--budget", "30"),
+        quick=("--ways", "triton", "fla", "--budget", "30"),
         seconds=(180, 50),
         uses_fla=True,
     ),
