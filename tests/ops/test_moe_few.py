@@ -165,7 +165,7 @@ def test_packed_experts_refuse_what_they_cannot_serve():
     gate_up, down = experts_of(SIZES[0], "cpu")
     x, weights = torch.zeros(2, 96), torch.zeros(2, 2)
     ids = torch.zeros(2, 2, dtype=torch.int64)
-    with pytest.raises(ImplError, match="serves bf16, not torch.float32"):
+    with pytest.raises(ImplError, match="serves bf16"):
         moe_experts_mxfp4(x, ids, weights, gate_up, down, **OPTIONS, impl="triton")
     with pytest.raises(ImplError, match="needs tensors on a CUDA device"):
         moe_experts_mxfp4(x.bfloat16(), ids, weights, gate_up, down, **OPTIONS, impl="triton")

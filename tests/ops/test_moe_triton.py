@@ -5,15 +5,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from ops.harness import poisoned_memory
+from ops.earned import randn
+from ops.harness import poisoned_memory, relative_error
 from torch import Tensor
 
 from baltoro.model.config import MoeConfig
 from baltoro.model.moe import Router
 from baltoro.ops.impl import ImplError
-from baltoro.ops.moe import route
+from baltoro.ops.moe import dense, grouped, route
 from baltoro.ops.moe import triton as kernels
-from baltoro.ops.moe.shared import sorted_pairs
+from baltoro.ops.moe.shared import Glu, sorted_pairs
 from baltoro.ops.moe.triton import sort
 
 gpu = pytest.mark.gpu
@@ -43,6 +44,46 @@ def check_choice(device: str, num_tokens: int, num_experts: int, num_active: int
             assert torch.allclose(found.weights.sum(-1), expected.weights.sum(-1), rtol=1e-5)
 
 
+def check_choice_gradients(device: str, num_tokens: int, num_experts: int, num_active: int) -> None:
+    """Of weights, and of scores if asked for, against autograd in fp64 on the same choice."""
+    logits = randn(num_tokens, num_experts).to(device).float()
+    probes = [
+        randn(num_tokens, width, seed=1).to(device).float() for width in (num_experts, num_active)
+    ]
+    for activation in ("sigmoid", "softmax"):
+        for renormalize in (False, True):
+            for has_score_gradient in (False, True):
+                options = {
+                    "activation": activation, "renormalize": renormalize, "scaling_factor": 2.5,
+                    "num_experts_per_token": num_active, "has_score_gradient": has_score_gradient,
+                }  # fmt: skip
+                gradients = []
+                for dtype, impl in ((torch.float64, "torch"), (torch.float32, "triton")):
+                    leaf = logits.to(dtype).requires_grad_()
+                    found = route(leaf, None, **options, impl=impl)
+                    assert found.scores.requires_grad == has_score_gradient
+                    loss = (found.weights * probes[1]).sum()
+                    if has_score_gradient:
+                        loss = loss + (found.scores * probes[0]).sum()
+                    gradients += torch.autograd.grad(loss, leaf)
+                assert relative_error(gradients[1], gradients[0]) < 2e-6
+
+
+def check_gated_unit(device: str, num_tokens: int, num_active: int, width: int) -> None:
+    """The activation and what its backward makes of a pair's weight, as the plain form in fp32."""
+    ids = randn(num_tokens, 8, seed=4).argsort(-1)[:, :num_active]
+    _, pair, _ = (each.to(device) for each in sorted_pairs(ids))
+    inner = (3 * randn(pair.shape[0], 2 * width)).to(device).float()
+    d_act = randn(pair.shape[0], width, seed=1).to(device).float()
+    weights = randn(num_tokens, num_active, seed=2).to(device).float()
+    for glu in (Glu("situ", 4.0, 25.0), Glu("situ", 4.0, None), Glu("silu", 4.0, 25.0)):
+        expected = grouped._weighted_backward(d_act, inner, weights, pair, glu)
+        found = kernels.activate_backward(d_act, inner, weights, pair, glu)
+        for one, other in zip(found, expected, strict=True):
+            assert relative_error(one, other) < 2e-6
+        assert relative_error(kernels.activate(inner, glu), dense.activate(inner, glu)) < 2e-6
+
+
 def check_sort(device: str, num_tokens: int, num_experts: int, num_active: int) -> None:
     generator = torch.Generator().manual_seed(1)
     ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(-1)[:, :num_active]
@@ -63,11 +104,27 @@ def test_experts_are_chosen_as_by_the_plain_form(num_tokens, num_experts, num_ac
 
 
 @gpu
-@pytest.mark.parametrize("num_tokens", [1, 5, 256, 512])
+@pytest.mark.parametrize("num_tokens", [1, 33, 1000])
+@pytest.mark.parametrize(("num_experts", "num_active"), [(8, 2), (64, 6), (896, 16)])
+def test_the_gradient_of_a_choice_is_that_of_the_plain_form(num_tokens, num_experts, num_active):
+    with poisoned_memory():
+        check_choice_gradients("cuda", num_tokens, num_experts, num_active)
+
+
+@gpu
+@pytest.mark.parametrize("num_tokens", [1, 5, 256, 512, 8191])
 @pytest.mark.parametrize(("num_experts", "num_active"), [(8, 2), (64, 6), (896, 16)])
 def test_pairs_are_sorted_as_by_the_plain_form(num_tokens, num_experts, num_active):
     with poisoned_memory():
         check_sort("cuda", num_tokens, num_experts, num_active)
+
+
+@gpu
+@pytest.mark.parametrize("num_tokens", [1, 37, 500])
+@pytest.mark.parametrize("width", [48, 448, 640])
+def test_the_gated_unit_is_that_of_the_plain_form(num_tokens, width):
+    with poisoned_memory():
+        check_gated_unit("cuda", num_tokens, 3, width)
 
 
 @gpu
@@ -91,9 +148,9 @@ def test_scores_that_are_not_numbers_choose_existing_experts():
     assert ids.min() >= 0 and ids.max() < 6
 
 
-def test_gradients_and_groups_are_refused():
+def test_groups_and_too_many_experts_are_refused():
     logits = torch.zeros(2, 8)
-    with pytest.raises(ImplError, match="one group without gradients, not 1 of 2 groups"):
+    with pytest.raises(ImplError, match="not those of 1 of 2 groups"):
         route(
             logits,
             None,
@@ -103,7 +160,5 @@ def test_gradients_and_groups_are_refused():
             **OPTIONS,
             impl="triton",
         )
-    with pytest.raises(ImplError, match="one group without gradients"):
-        route(logits.requires_grad_(), None, num_experts_per_token=2, **OPTIONS, impl="triton")
     with torch.no_grad(), pytest.raises(ImplError, match="at most 1024 experts"):
         kernels.choose_experts(torch.zeros(1, 2048), None, 2, False, True, 1.0)

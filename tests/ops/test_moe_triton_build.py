@@ -7,7 +7,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from ops.hopper import resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 
-from baltoro.ops.moe import few
 from baltoro.ops.moe import triton as kernels
 from baltoro.ops.triton import padded_width
 
@@ -18,14 +17,20 @@ INTERPRETED = """
 import warnings
 
 warnings.simplefilter("ignore")
+from baltoro.ops.moe import triton as kernels
 from ops.harness import poisoned_memory
-from ops.test_moe_triton import check_choice, check_sort
+from ops.test_moe_triton import (
+    check_choice, check_choice_gradients, check_gated_unit, check_sort
+)
 
+kernels.MAX_SORTED = 300
 for num_tokens in (1, 7, 33):
     for sizes in ((8, 2), (64, 6), (6, 3)):
         with poisoned_memory():
             check_choice("cpu", num_tokens, *sizes)
             check_sort("cpu", num_tokens, *sizes)
+            check_choice_gradients("cpu", num_tokens, *sizes)
+    check_gated_unit("cpu", num_tokens, 3, 48)
 check_sort("cpu", 300, 64, 6)
 """
 

@@ -42,7 +42,6 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, replay_ids: Tensor | None = None) -> Routing:
         """`[T, D]` to scores, expert ids and weights; `replay_ids` are choices made elsewhere."""
         config = self.config
-        is_plain = torch.is_grad_enabled() or replay_ids is not None
         return route(
             self._logits(x_TD),
             self.expert_bias,
@@ -54,7 +53,7 @@ class Router(nn.Module):
             topk_groups=config.topk_groups,
             has_score_gradient=self.has_score_gradient,
             replay_ids=replay_ids,
-            impl="torch" if is_plain else self.impl,
+            impl=self.impl if replay_ids is None else "torch",
         )
 
     def _logits(self, x_TD: Tensor) -> Tensor:

@@ -31,8 +31,10 @@ class Pieces(NamedTuple):
     """What stands between the products."""
 
     activate: Callable[[Tensor, Glu], Tensor]
-    # from (d_act, inner, weight, glu): weighted activation, d_inner, d_weight
-    activate_backward: Callable[[Tensor, Tensor, Tensor, Glu], tuple[Tensor, Tensor, Tensor]]
+    # from (d_act, inner, weights, pair, glu): weighted activation, d_inner, d_weights
+    activate_backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Glu], tuple[Tensor, Tensor, Tensor]
+    ]
     combine: _Combine  # the sum over a token's rows, `[T, Z]`
     plan: Callable[[Tensor, int], "_Plan"]  # of ids `[T, A]` and the number of experts
 
@@ -75,8 +77,6 @@ def moe_experts_triton(
         return few.moe_experts(x, expert_ids, weights, gate_up_proj, down_proj, glu)
 
     def plan(expert_ids: Tensor, num_experts: int) -> _Plan:
-        if expert_ids.numel() > triton.MAX_SORTED:
-            return _plan(expert_ids, num_experts)
         return _Plan(*triton.sort(expert_ids.contiguous(), num_experts))
 
     pieces = Pieces(triton.activate, triton.activate_backward, triton.combine, plan)
@@ -113,11 +113,13 @@ def _check(impl: str, x: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> Non
 
 
 def _weighted_backward(
-    d_act: Tensor, inner: Tensor, weight: Tensor, glu: Glu
+    d_act: Tensor, inner: Tensor, weights: Tensor, pair: Tensor, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor]:
-    act, d_inner = activate_backward(d_act * weight.unsqueeze(-1), inner, glu)
-    d_weight = (d_act * act).sum(-1, dtype=weight.dtype)
-    return (act * weight.unsqueeze(-1)).to(inner.dtype), d_inner, d_weight
+    weight = weights.flatten().index_select(0, pair).unsqueeze(-1)
+    act, d_inner = activate_backward(d_act * weight, inner, glu)
+    d_weights = torch.empty_like(weights)
+    d_weights.view(-1)[pair] = (d_act * act).sum(-1, dtype=weight.dtype)
+    return (act * weight).to(inner.dtype), d_inner, d_weights
 
 
 def _combine(values: Tensor, row: Tensor, weights: Tensor, *, is_weighted: bool) -> Tensor:
@@ -163,12 +165,10 @@ class _Experts(torch.autograd.Function):
         x, weights, gate_up_proj, down_proj, inner, token, pair, row, stops = ctx.saved_tensors
         x_sorted = x.index_select(0, token)
         d_y = d_out.index_select(0, token)
-        weight = weights.flatten().index_select(0, pair)
         d_act = F.grouped_mm(d_y, down_proj, offs=stops)
-        act, d_inner, d_weight = ctx.pieces.activate_backward(d_act, inner, weight, ctx.glu)
+        act, d_inner, d_weights = ctx.pieces.activate_backward(d_act, inner, weights, pair, ctx.glu)
         d_down = F.grouped_mm(d_y.mT, act, offs=stops)
         d_gate_up = F.grouped_mm(d_inner.mT, x_sorted, offs=stops)
         d_x_sorted = F.grouped_mm(d_inner, gate_up_proj, offs=stops)
         d_x = ctx.pieces.combine(d_x_sorted, row, weights, is_weighted=False)
-        d_weights = d_weight.index_select(0, row).view_as(weights)
         return d_x, None, d_weights, d_gate_up, d_down, None, None

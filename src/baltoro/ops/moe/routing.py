@@ -1,9 +1,11 @@
 """Which experts a token visits and with what weight (k3-facts 3.4, steps 1 to 3)."""
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from baltoro.ops.impl import ImplError
 
@@ -48,8 +50,8 @@ def route(
     call would have chosen. A row of -1 is missing; it is routed anew and counted. They may lie on
     the host, where looking at them does not wait for the device.
 
-    `impl="triton"` is one kernel, for fp32, one group, no gradients and no replay; every other name
-    is the same plain code.
+    `impl="triton"` is one kernel each way, for fp32, one group and no replay; every other name is
+    the same plain code.
     """
     _check(router_logits, expert_bias, num_experts_per_token, activation, num_groups, topk_groups)
     if replay_ids is not None:
@@ -57,18 +59,14 @@ def route(
     if impl == "triton":
         if replay_ids is not None:
             raise ImplError("route: impl='triton' does not serve replay_ids; use impl='torch'")
-        if topk_groups < num_groups or (torch.is_grad_enabled() and router_logits.requires_grad):
+        if topk_groups < num_groups:
             raise ImplError(
-                f"route: impl='triton' serves one group without gradients, not {topk_groups} of "
+                f"route: impl='triton' chooses among all experts, not those of {topk_groups} of "
                 f"{num_groups} groups; use impl='torch'"
             )
+        law = _Law(activation == "softmax", renormalize, scaling_factor)
         return _route_triton(
-            router_logits,
-            expert_bias,
-            num_experts_per_token,
-            activation == "softmax",
-            renormalize,
-            scaling_factor,
+            router_logits, expert_bias, num_experts_per_token, law, has_score_gradient
         )
     if activation == "sigmoid":
         scores = torch.sigmoid(router_logits)
@@ -93,22 +91,55 @@ def route(
     return Routing(scores, expert_ids, weights, num_rerouted)
 
 
+class _Law(NamedTuple):
+    """How scores become weights."""
+
+    is_softmax: bool
+    is_renormalized: bool
+    scaling: float
+
+
 def _route_triton(
-    logits: Tensor,
-    bias: Tensor | None,
-    num_active: int,
-    is_softmax: bool,
-    renormalize: bool,
-    scaling: float,
+    logits: Tensor, bias: Tensor | None, num_active: int, law: _Law, has_score_gradient: bool
 ) -> Routing:
     try:
         from . import triton
     except ModuleNotFoundError as error:
         raise ImplError(f"route: impl='triton' needs triton ({error})") from error
     triton.refuse_unserved("route", logits)
-    return Routing(
-        *triton.choose_experts(logits, bias, num_active, is_softmax, renormalize, scaling)
-    )
+    if not torch.is_grad_enabled() or not logits.requires_grad:
+        return Routing(*triton.choose_experts(logits, bias, num_active, *law))
+    kernels = (triton.choose_experts, triton.choose_backward)
+    return Routing(*_Choice.apply(logits, bias, num_active, law, has_score_gradient, kernels))
+
+
+class _Choice(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        bias: Tensor | None,
+        num_active: int,
+        law: _Law,
+        has_score_gradient: bool,
+        kernels: tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        choose, ctx.backward_kernel = kernels
+        scores, ids, weights = choose(logits, bias, num_active, *law)
+        ctx.mark_non_differentiable(ids, *(() if has_score_gradient else (scores,)))
+        ctx.save_for_backward(scores, ids)
+        ctx.law, ctx.has_score_gradient = law, has_score_gradient
+        return scores, ids, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_scores: Tensor, d_ids: None, d_weights: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        scores, ids = ctx.saved_tensors
+        given = d_scores if ctx.has_score_gradient else None
+        d_logits = ctx.backward_kernel(scores, ids, given, d_weights, *ctx.law)
+        return d_logits, None, None, None, None, None
 
 
 def _first_largest(values: Tensor, count: int) -> Tensor:

@@ -2,11 +2,12 @@
 
 The router's choice takes the largest score as often as a token has experts. For few pairs each
 expert finds its own among all of them: those of lower experts stand before its first, and those
-before a pair that are its own say how far behind the first it comes.
+before a pair that are its own say how far behind the first it comes. For many, blocks of pairs are
+counted, counts become each block's first places, and a pair stands behind its like of the block.
 
 The gated unit reads pre-activations `[TA, 2F]` once; its backward also applies a pair's weight and
-takes that weight's gradient. The combination gathers the rows of a token's experts and sums them,
-weighted or not, without a copy in token order.
+takes that weight's gradient, both where the pair stood unsorted. The combination gathers the rows
+of a token's experts and sums them, weighted or not, without a copy in token order.
 """
 
 import torch
@@ -18,7 +19,10 @@ from baltoro.ops.impl import ImplError
 from baltoro.ops.moe.shared import Glu
 from baltoro.ops.triton import cdiv, padded_width, refuse_unserved
 
-__all__ = ["activate", "activate_backward", "choose_experts", "combine", "refuse_unserved", "sort"]
+__all__ = [
+    "activate", "activate_backward", "choose_backward", "choose_experts", "combine",
+    "refuse_unserved", "sort", "sort_slots",
+]  # fmt: skip
 
 ROWS = 4  # pairs of a program
 COLUMNS = 512  # F or Z at once
@@ -27,6 +31,7 @@ SUM_EPS = tl.constexpr(1e-20)  # of the released code, in the renormalisation
 MAX_EXPERTS = 1024  # scores of a token in one program
 MAX_SORTED = 8192  # pairs that every expert looks through
 SORT_BLOCK = 1024
+COUNTED = 512  # pairs of a block, where blocks are counted
 
 
 @triton.jit
@@ -77,7 +82,7 @@ def glu_kernel(
 
 @triton.jit
 def glu_backward_kernel(
-    d_act, inner, weight, d_inner, act, d_weight, num_rows, beta, linear_beta,
+    d_act, inner, weight, pair, d_inner, act, d_weight, num_rows, beta, linear_beta,
     F: tl.constexpr, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr,
     R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +90,8 @@ def glu_backward_kernel(
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     is_row = rows < num_rows
     low = inner.dtype.element_ty
-    scale = tl.load(weight + rows, mask=is_row, other=0.0)
+    pairs = tl.load(pair + rows, mask=is_row, other=0)
+    scale = tl.load(weight + pairs, mask=is_row, other=0.0)
     total = tl.zeros([R], tl.float32)
     for start in tl.range(0, F, B):
         columns = start + tl.arange(0, B)
@@ -103,7 +109,7 @@ def glu_backward_kernel(
         tl.store(d_inner + source, (d * slope * up_factor).to(low), mask=mask)
         tl.store(d_inner + source + F, (d * factor * up_slope).to(low), mask=mask)
         tl.store(act + single, (scale[:, None] * factor * up_factor).to(low), mask=mask)
-    tl.store(d_weight + rows, total, mask=is_row)
+    tl.store(d_weight + pairs, total, mask=is_row)
 
 
 @triton.jit
@@ -175,6 +181,43 @@ def choose_kernel(
 
 
 @triton.jit
+def choose_backward_kernel(
+    scores, ids, d_scores, d_weights, d_logits, num_tokens, scaling,
+    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, R: tl.constexpr,
+    IS_SOFTMAX: tl.constexpr, IS_RENORMALIZED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `R` tokens' logits from those of their weights and scores; grid (tokens)."""
+    tokens = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    experts = tl.arange(0, BE)
+    mask = (tokens < num_tokens)[:, None] & (experts < E)[None, :]
+    places = tokens[:, None] * E + experts[None, :]
+    score = tl.load(scores + places, mask=mask, other=0.0)
+    slots = tl.arange(0, BA)
+    is_slot = (tokens < num_tokens)[:, None] & (slots < A)[None, :]
+    chosen = tl.load(ids + tokens[:, None] * A + slots[None, :], mask=is_slot, other=0)
+    best = tl.load(scores + tokens[:, None] * E + chosen, mask=is_slot, other=0.0)
+    d_best = tl.load(d_weights + tokens[:, None] * A + slots[None, :], mask=is_slot, other=0.0)
+    d_best *= scaling
+    if IS_RENORMALIZED:
+        total = tl.sum(best, 1)[:, None] + SUM_EPS
+        d_best = (d_best - tl.sum(d_best * best, 1)[:, None] / total) / total
+    if d_scores is None:
+        d_score = tl.zeros([R, BE], tl.float32)
+    else:
+        d_score = tl.load(d_scores + places, mask=mask, other=0.0)
+    for a in tl.static_range(A):
+        is_a = (slots == a)[None, :]
+        expert = tl.sum(tl.where(is_a, chosen, 0), 1)
+        d_a = tl.sum(tl.where(is_a, d_best, 0.0), 1)
+        d_score += tl.where(experts[None, :] == expert[:, None], d_a[:, None], 0.0)
+    if IS_SOFTMAX:
+        d_logit = score * (d_score - tl.sum(d_score * score, 1)[:, None])
+    else:
+        d_logit = score * (1.0 - score) * d_score
+    tl.store(d_logits + places, d_logit, mask=mask)
+
+
+@triton.jit
 def sort_kernel(
     ids, token, pair, row, stops, slots, num_pairs,
     A: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
@@ -207,6 +250,63 @@ def sort_kernel(
             first = start + (slot - start // N - expert) * N
             tl.store(slots + 2 * slot, tl.where(first < stop, expert, -1))
             tl.store(slots + 2 * slot + 1, first)
+
+
+@triton.jit
+def count_kernel(ids, counts, num_pairs, E: tl.constexpr, BE: tl.constexpr, B: tl.constexpr):
+    """How many pairs of a block each expert has, `[blocks, E]`; grid (blocks)."""
+    pairs = tl.program_id(0) * B + tl.arange(0, B)
+    is_pair = pairs < num_pairs
+    found = tl.load(ids + pairs, mask=is_pair, other=0).to(tl.int32)
+    experts = tl.arange(0, BE)
+    count = tl.histogram(found, BE, mask=is_pair)
+    tl.store(counts + tl.program_id(0) * E + experts, count, mask=experts < E)
+
+
+@triton.jit
+def first_kernel(
+    counts, firsts, stops, num_blocks, E: tl.constexpr, BE: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """From counts to the place of each block's first pair of an expert; one program."""
+    experts = tl.arange(0, BE)
+    total = tl.zeros([BE], tl.int32)
+    for begin in tl.range(0, num_blocks, R):
+        blocks = begin + tl.arange(0, R)
+        mask = (blocks < num_blocks)[:, None] & (experts < E)[None, :]
+        places = blocks[:, None] * E + experts[None, :]
+        total += tl.sum(tl.load(counts + places, mask=mask, other=0), 0)
+    stop = tl.cumsum(total, 0)
+    tl.store(stops + experts, stop, mask=experts < E)
+    first = stop - total
+    for begin in tl.range(0, num_blocks, R):
+        blocks = begin + tl.arange(0, R)
+        mask = (blocks < num_blocks)[:, None] & (experts < E)[None, :]
+        places = blocks[:, None] * E + experts[None, :]
+        count = tl.load(counts + places, mask=mask, other=0)
+        tl.store(firsts + places, first[None, :] + tl.cumsum(count, 0) - count, mask=mask)
+        first += tl.sum(count, 0)
+
+
+@triton.jit
+def place_kernel(
+    ids, firsts, token, pair, row, num_pairs,
+    E: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A pair's place: behind those of its block and expert that come before it; grid (blocks)."""
+    begin = tl.program_id(0) * B
+    pairs = begin + tl.arange(0, B)
+    is_pair = pairs < num_pairs
+    found = tl.load(ids + pairs, mask=is_pair, other=0)
+    place = tl.load(firsts + tl.program_id(0) * E + found, mask=is_pair, other=0)
+    for other_begin in tl.range(begin, begin + B, C):
+        others = other_begin + tl.arange(0, C)
+        other = tl.load(ids + others, mask=others < num_pairs, other=-1)
+        is_before = (other[None, :] == found[:, None]) & (others[None, :] < pairs[:, None])
+        place += tl.sum(is_before.to(tl.int32), 1)
+    place = place.to(tl.int64)
+    tl.store(row + pairs, place, mask=is_pair)
+    tl.store(pair + place, pairs.to(tl.int64), mask=is_pair)
+    tl.store(token + place, (pairs // A).to(tl.int64), mask=is_pair)
 
 
 def choice_shape(num_experts: int) -> tuple[int, int]:
@@ -245,14 +345,53 @@ def choose_experts(
     return scores, ids, weights
 
 
+def choose_backward(
+    scores: Tensor,
+    ids: Tensor,
+    d_scores: Tensor | None,
+    d_weights: Tensor,
+    is_softmax: bool,
+    is_renormalized: bool,
+    scaling: float,
+) -> Tensor:
+    """The gradient of the logits `[T, E]`."""
+    (num_tokens, num_experts), num_active = scores.shape, ids.shape[1]
+    d_logits = torch.empty_like(scores)
+    rows, num_warps = choice_shape(num_experts)
+    if num_tokens:
+        choose_backward_kernel[(cdiv(num_tokens, rows),)](
+            scores, ids, None if d_scores is None else d_scores.contiguous(),
+            d_weights.contiguous(), d_logits, num_tokens, scaling, E=num_experts, A=num_active,
+            BE=padded_width(num_experts), BA=padded_width(num_active), R=rows,
+            IS_SOFTMAX=is_softmax, IS_RENORMALIZED=is_renormalized, num_warps=num_warps,
+        )  # fmt: skip
+    return d_logits
+
+
 def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`moe.shared.sorted_pairs` of at most `MAX_SORTED` pairs, and where each expert's end."""
-    num_pairs = expert_ids.numel()
+    """`moe.shared.sorted_pairs` and where each expert's end."""
+    num_pairs, num_active = expert_ids.numel(), expert_ids.shape[1]
     token, pair, row = (expert_ids.new_empty(num_pairs) for _ in range(3))
     stops = expert_ids.new_empty(num_experts, dtype=torch.int32)
-    sort_kernel[(num_experts,)](
-        expert_ids, token, pair, row, stops, None, num_pairs, A=expert_ids.shape[1],
-        B=sort_block(num_pairs), N=1, num_warps=WARPS,
+    if num_pairs <= MAX_SORTED:
+        sort_kernel[(num_experts,)](
+            expert_ids, token, pair, row, stops, None, num_pairs, A=num_active,
+            B=sort_block(num_pairs), N=1, num_warps=WARPS,
+        )  # fmt: skip
+        return token, pair, row, stops
+    num_blocks, padded = cdiv(num_pairs, COUNTED), max(32, padded_width(num_experts))
+    counts = stops.new_empty((num_blocks, num_experts))
+    firsts = torch.empty_like(counts)
+    count_kernel[(num_blocks,)](
+        expert_ids, counts, num_pairs, E=num_experts, BE=padded, B=COUNTED, num_warps=WARPS
+    )
+    first_kernel[(1,)](
+        counts, firsts, stops, num_blocks, E=num_experts, BE=padded, R=max(1, 4096 // padded),
+        num_warps=8,
+    )  # fmt: skip
+    place_kernel[(num_blocks,)](
+        expert_ids, firsts, token, pair, row, num_pairs, E=num_experts, A=num_active, B=COUNTED,
+        C=32, num_warps=WARPS,
     )  # fmt: skip
     return token, pair, row, stops
 
@@ -295,16 +434,19 @@ def activate(inner: Tensor, glu: Glu) -> Tensor:
 
 
 def activate_backward(
-    d_act: Tensor, inner: Tensor, weight: Tensor, glu: Glu
+    d_act: Tensor, inner: Tensor, weight: Tensor, pair: Tensor, glu: Glu
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From `d_act` `[TA, F]` before weighting: weighted activation, `d_inner` and `d_weight`."""
+    """From `d_act` `[TA, F]` before weighting: weighted activation, `d_inner` and `d_weight`.
+
+    `weight` and its gradient are `[T, A]`, `pair` their order in the other rows.
+    """
     num_rows, width = d_act.shape
     d_inner, act = torch.empty_like(inner), torch.empty_like(d_act)
     d_weight = torch.empty_like(weight)
     block = min(COLUMNS, triton.next_power_of_2(width))
     if num_rows:
         glu_backward_kernel[(triton.cdiv(num_rows, ROWS),)](
-            d_act, inner, weight, d_inner, act, d_weight, num_rows, *caps(glu), F=width,
+            d_act, inner, weight, pair, d_inner, act, d_weight, num_rows, *caps(glu), F=width,
             **kind(glu), R=ROWS, B=block, num_warps=WARPS,
         )  # fmt: skip
     return act, d_inner, d_weight
