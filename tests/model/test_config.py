@@ -79,7 +79,7 @@ def test_a_gpu_gets_kernels_wherever_they_serve_the_model():
     )
     assert found.situ == "triton"
     kimi = gpu_impl(preset("kimi-linear-48b"))
-    assert (kimi.kda, kimi.situ) == ("torch", "torch")  # a gate without bound, SwiGLU
+    assert (kimi.kda, kimi.situ) == ("triton", "torch")  # SwiGLU
     packed = replace(k3, moe=replace(k3.moe, expert_format="mxfp4"))
     assert gpu_impl(packed).moe == "triton"
 
@@ -87,10 +87,10 @@ def test_a_gpu_gets_kernels_wherever_they_serve_the_model():
 @pytest.mark.parametrize(
     ("part", "changes", "operators"),
     [
-        ("kda", {"head_dim": 32}, {"kda"}),
+        ("kda", {"head_dim": 32}, set()),
         ("kda", {"head_dim": 96}, {"kda", "kda_decode"}),
         ("kda", {"conv_kernel_size": 5}, {"kda_decode", "short_conv"}),
-        ("kda", {"gate_lower_bound": None}, {"kda"}),
+        ("kda", {"gate_lower_bound": None}, set()),
         ("mla", {"kv_lora_rank": 513}, {"attention_decode"}),
         ("mla", {"qk_rope_head_dim": 65}, {"attention_decode"}),
         ("mla", {"qk_nope_head_dim": 193}, {"attention"}),
@@ -118,8 +118,8 @@ def test_what_the_kernels_do_not_serve_runs_on_torch_and_says_why(
 @pytest.mark.parametrize(
     ("file", "name", "ours"),
     [
-        ("kda/triton/launch.py", "SM90_DIMS", "KDA_DIMS"),
-        ("kda/triton/decode.py", "DIMS", "KDA_DECODE_DIMS"),
+        ("kda/triton/chunk.py", "DIMS", "KDA_DIMS"),
+        ("kda/triton/decode.py", "DIMS", "KDA_DIMS"),
         ("short_conv/triton.py", "MAX_WIDTH", "MAX_TAPS"),
         ("mla/flash.py", "_MAX_DIM", "MAX_FLASH_DIM"),
         ("mla/triton.py", "MAX_RANK", "MAX_LATENT_RANK"),

@@ -258,7 +258,7 @@ class ModelConfig:
 
 
 # what the kernels serve: `ops/kda/triton`, `ops/short_conv/triton.py`, `ops/mla`, `ops/moe`
-KDA_DIMS, KDA_DECODE_DIMS, MAX_TAPS = (64, 128), (16, 32, 64, 128), 4
+KDA_DIMS, MAX_TAPS = (16, 32, 64, 128), 4
 MAX_FLASH_DIM, MAX_LATENT_RANK, MAX_SHARED_DIM = 256, 512, 64
 MAX_EXPERTS, EXPERT_WIDTH_UNIT = 1024, 8
 
@@ -275,8 +275,7 @@ def gpu_refusals(model: ModelConfig) -> dict[str, str]:
     width = max(mla.qk_head_dim, mla.v_head_dim)
     rules = [
         ("kda", dim in KDA_DIMS, f"kda.head_dim={dim} is none of {KDA_DIMS}"),
-        ("kda", kda.gate_lower_bound is not None, "kda.gate_lower_bound is None"),
-        ("kda_decode", dim in KDA_DECODE_DIMS, f"kda.head_dim={dim} is none of {KDA_DECODE_DIMS}"),
+        ("kda_decode", dim in KDA_DIMS, f"kda.head_dim={dim} is none of {KDA_DIMS}"),
         ("kda_decode", taps <= MAX_TAPS, f"kda.conv_kernel_size={taps} is above {MAX_TAPS}"),
         ("short_conv", taps <= MAX_TAPS, f"kda.conv_kernel_size={taps} is above {MAX_TAPS}"),
         ("attention", width <= MAX_FLASH_DIM, f"mla head dim {width} is above {MAX_FLASH_DIM}"),

@@ -1,7 +1,6 @@
 """`chunk_kda` from what the projections give: norm, decay map and sigmoid are part of the operator.
 
-    q <- q / |q| / sqrt(K)    k <- k / |k|    g = bound * sigmoid(exp(A_log) * (logits + dt_bias))
-    beta = sigmoid(beta_logits)
+    q <- q / |q| / sqrt(K)    k <- k / |k|    g = log_decay(logits)    beta = sigmoid(beta_logits)
 
 The same function as those maps followed by `chunk_kda`; a kernel saves their trips to memory. With
 `impl="triton"` no tensor's values are read, so it runs under CUDA graphs and `torch.compile`.
@@ -86,11 +85,6 @@ def _triton(
     lower_bound: float | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    if lower_bound is None:
-        raise ImplError(
-            "chunk_kda_fused: impl='triton' serves the bounded gate alone, not "
-            "gate_lower_bound=None; use impl='torch'"
-        )
     try:
         from .triton import chunk
     except ModuleNotFoundError as error:
@@ -127,8 +121,8 @@ def chunk_kda_fused(
 
     `q`, `k`, `decay_logits` `[T, H, K]`, `v` `[T, H, V]` and `beta_logits` `[T, H]` of one dtype;
     `A_log` `[H]` and `dt_bias` `[H * K]` fp32 (fp64 for fp64 inputs); `gate_lower_bound` in
-    [-5, 0), or None for the softplus decay, which `triton` does not serve; `eps` inside the root of
-    the norm. The rest, and the result, as in `chunk_kda`.
+    [-5, 0), or None for the softplus decay; `eps` inside the root of the norm. The rest, and the
+    result, as in `chunk_kda`.
 
     Raises `ValueError` for shapes and dtypes that do not fit; `ImplError` for an unknown `impl` or
     inputs that it does not serve. `triton` trusts that `cu_seqlens` is a partition of T: the check

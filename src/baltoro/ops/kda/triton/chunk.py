@@ -5,7 +5,6 @@ from triton.runtime import JITFunction
 
 from ...impl import ImplError
 from .launch import (
-    SM90_DIMS,
     Gate,
     InputGradients,
     Saved,
@@ -18,6 +17,7 @@ from .tiles import CHUNK, table_kernel
 
 CHUNK_SIZE = CHUNK.value
 DIMS = (16, 32, 64, 128)
+LOWEST_BOUND = -5.0
 
 
 @torch.library.custom_op("baltoro::chunk_kda_forward", mutates_args=())
@@ -31,7 +31,7 @@ def _forward(
     initial_state: torch.Tensor | None,
     a_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
-    lower_bound: float,
+    lower_bound: float | None,
     normalize: bool,
     eps: float,
     is_kept: bool,
@@ -64,7 +64,7 @@ def _backward(
     saved: list[torch.Tensor],
     do: torch.Tensor,
     d_final_state: torch.Tensor | None,
-    lower_bound: float,
+    lower_bound: float | None,
     normalize: bool,
 ) -> list[torch.Tensor]:
     gate = Gate(a_log, dt_bias, lower_bound, normalize, 0.0)
@@ -155,10 +155,9 @@ def _refuse_unserved(q: torch.Tensor, v: torch.Tensor) -> None:
     where = "chunk_kda: impl='triton' "
     if q.dtype not in (torch.bfloat16, torch.float32):
         raise ImplError(f"{where}serves bfloat16 and float32, not {_name(q)}")
-    dims = SM90_DIMS if q.dtype == torch.bfloat16 else DIMS
     for name, dim in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if dim not in dims:
-            raise ImplError(f"{where}serves {_name(q)} with head dims {dims}, not {name}={dim}")
+        if dim not in DIMS:
+            raise ImplError(f"{where}serves head dims {DIMS}, not {name}={dim}")
     if q.device.type == "cuda":
         capability = torch.cuda.get_device_capability(q.device)
         if q.dtype == torch.bfloat16 and capability != (9, 0):
@@ -182,15 +181,11 @@ def chunk_kda(
     is_bounded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and final state of `baltoro.ops.kda.chunk_kda`, whose checks have passed."""
-    if not is_bounded:
-        raise ImplError(
-            "chunk_kda: impl='triton' needs a gate_lower_bound in [-5, 0); "
-            "its tiles of 32 tokens overflow without one"
-        )
     if chunk_size != CHUNK_SIZE:
         raise ImplError(f"chunk_kda: impl='triton' has chunk_size={CHUNK_SIZE}, not {chunk_size}")
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=q.device)
-    return _run(q, k, v, g, beta, cu_seqlens, initial_state, Gate(None, None, 0.0, False, 0.0))
+    gate = Gate(None, None, LOWEST_BOUND if is_bounded else None, False, 0.0)
+    return _run(q, k, v, g, beta, cu_seqlens, initial_state, gate)
 
 
 def chunk_kda_fused(
@@ -203,7 +198,7 @@ def chunk_kda_fused(
     dt_bias: torch.Tensor,
     cu_seqlens: torch.Tensor,
     initial_state: torch.Tensor | None,
-    lower_bound: float,
+    lower_bound: float | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and final state of `baltoro.ops.kda.fused.chunk_kda_fused`, whose checks have passed."""

@@ -19,7 +19,7 @@ from ...impl import ImplError
 from ...short_conv.triton import MAX_WIDTH, load_tap
 from ...triton import add_pairs, refuse_unserved, rows_of
 from ..decode import DecodeInputs, DecodeWeights, StatePool
-from .tiles import LOG2E, bounded_log2_gate
+from .tiles import LOG2E, bounded_log2_gate, softplus
 
 DIMS = (16, 32, 64, 128)
 
@@ -93,10 +93,7 @@ def decay_of(logits, bias, rate, lower_bound, IS_BOUNDED: tl.constexpr):
     if IS_BOUNDED:
         log2_gate = bounded_log2_gate(logits, bias, rate, lower_bound)
     else:
-        x = logits + bias
-        # linear above 20, as torch's softplus
-        softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        log2_gate = -rate * LOG2E * softplus
+        log2_gate = -rate * LOG2E * softplus(logits + bias)
     return tl.exp2(log2_gate)
 
 

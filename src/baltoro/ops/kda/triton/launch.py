@@ -2,7 +2,7 @@
 
 Nothing here looks at the data: the number of chunks is bounded from T and N, so the launches can be
 captured in a CUDA graph and replayed for any packing of the same T and N. Two sets of kernels serve
-the same calls: for bf16 on Hopper, and portable ones for fp32, which are there to be exact.
+the same calls: for bf16 on Hopper, and portable ones, exact in fp32 and for a gate without a bound.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .gradients import gradients_kernel
+from .gradients import gradients_kernel, row_gradients_kernel
 from .gradients_sm90 import gradients_sm90_kernel
 from .prep import prep_kernel
 from .prep_sm90 import prep_sm90_kernel
@@ -22,14 +22,16 @@ C = CHUNK.value
 SM90_DIMS = (64, 128)
 SM90_COLUMNS = 64  # value columns of a Hopper scan, key channels of a Hopper gradient strip
 PORTABLE_COLUMNS = 16
+KEY_COLUMNS = 32  # key channels of a portable strip
+VALUE_COLUMNS = 64  # value columns at a time of the portable gradients
 
 
 class Gate(NamedTuple):
-    """How g and beta are read: as they are, or as logits of the bounded gate and of the sigmoid."""
+    """How g and beta are read: as they are, or as logits of the decay map and of the sigmoid."""
 
     a_log: torch.Tensor | None  # [H] fp32; None: g and beta are given
     dt_bias: torch.Tensor | None  # [H * K] fp32
-    lower_bound: float
+    lower_bound: float | None  # None: the softplus map, and any g <= 0
     normalize: bool  # q and k are raw: bring them to unit length, and q to K ** -0.5
     eps: float
 
@@ -67,6 +69,12 @@ class InputGradients(NamedTuple):
 def num_chunks(num_tokens: int, num_sequences: int) -> int:
     """Most chunks that `num_sequences` packed sequences of `num_tokens` tokens in all can have."""
     return (num_tokens + num_sequences * (C - 1)) // C
+
+
+def serves_sm90(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the Hopper scans serve these tensors; their states are [V, K]."""
+    dims = (q.shape[-1], v.shape[-1])
+    return q.dtype == torch.bfloat16 and all(dim in SM90_DIMS for dim in dims)
 
 
 def outputs(
@@ -138,21 +146,22 @@ def run_forward(
     table_kernel[(max(M, 1),)](
         cu_seqlens, saved.table, saved.offsets, N, M, PADDED=triton.next_power_of_2(N), num_warps=1
     )
-    is_sm90 = q.dtype == torch.bfloat16
+    is_sm90 = serves_sm90(q, v)
     scale = K**-0.5 if gate.normalize else 1.0
     prep_arguments = (
         q, k, g, beta, gate.a_log, gate.dt_bias, saved.table, *saved[:8],
-        scale, gate.eps, gate.lower_bound, H,
+        scale, gate.eps, gate.lower_bound or 0.0, H,
     )  # fmt: skip
     from_logits = gate.a_log is not None
-    if M > 0 and is_sm90:
+    if M > 0 and is_sm90 and gate.lower_bound is not None:
         prep_sm90_kernel[(H, M)](
             *prep_arguments, K=K, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4
         )
     elif M > 0:
         prep_kernel[(H, M)](
-            *prep_arguments, K=K, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
-            PRECISION="tf32x3", num_warps=8, num_stages=1,
+            *prep_arguments, K=K, BK=min(K, KEY_COLUMNS), FROM_LOGITS=from_logits,
+            IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
+            PRECISION="tf32x3", num_warps=4, num_stages=1,
         )  # fmt: skip
     scan_arguments = (
         *saved[:7], v, initial_state, saved.offsets, cu_seqlens, o, saved.v_new, saved.states,
@@ -190,7 +199,7 @@ def run_backward(
     V = v.shape[-1]
     N = cu_seqlens.shape[0] - 1
     M = saved.table.shape[0]
-    is_sm90 = q.dtype == torch.bfloat16
+    is_sm90 = serves_sm90(q, v)
     from_logits = gate.a_log is not None
     grads = input_gradients(q, k, v, g, beta, N, from_logits)
     d_states = torch.empty_like(saved.states)
@@ -216,18 +225,52 @@ def run_backward(
         grads.dq, grads.dk, grads.dg, grads.dbeta, parts[0], parts[1],
         K**-0.5 if gate.normalize else 1.0, gate.lower_bound, H,
     )  # fmt: skip
-    if M > 0 and is_sm90:
+    if M > 0 and is_sm90 and gate.lower_bound is not None:
         gradients_sm90_kernel[(H * K // SM90_COLUMNS, M)](
             *arguments, K=K, V=V, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4
         )
     elif M > 0:
-        columns = min(K, PORTABLE_COLUMNS)
-        gradients_kernel[(H * K // columns, M)](
-            *arguments, K=K, V=V, BK=columns, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
-            PRECISION="tf32x3", num_warps=8, num_stages=1,
-        )  # fmt: skip
+        portable_gradients(q, k, v, g, o, saved, do, d_states, grads, parts, gate)
     if from_logits:
         d_bias_HK, d_rate_HK = parts.sum(1)
         grads.d_a_log.copy_(d_rate_HK.sum(1))
         grads.d_dt_bias.copy_(d_bias_HK.flatten())
     return grads
+
+
+def portable_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    o: torch.Tensor,
+    saved: Saved,
+    do: torch.Tensor,
+    d_states: torch.Tensor,
+    grads: InputGradients,
+    parts: torch.Tensor,
+    gate: Gate,
+) -> None:
+    """Products of rows, then strips of channels: fills `grads`, whose dv is there, and `parts`."""
+    _, H, K = q.shape
+    V = v.shape[-1]
+    M = saved.table.shape[0]
+    is_low = q.dtype == torch.bfloat16
+    from_logits = gate.a_log is not None
+    pairs = saved.aqk.new_empty(M, H, 2, C, C)
+    products = saved.beta.new_empty(M, H, 3, C)
+    row_gradients_kernel[(H, M)](
+        v, o, do, grads.dv, saved.v_new, saved.beta, saved.table, grads.dbeta, pairs, products, H,
+        V=V, BV=min(V, VALUE_COLUMNS), FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
+        PRECISION="tf32x3", num_warps=4, num_stages=1,
+    )  # fmt: skip
+    columns = min(K, KEY_COLUMNS if is_low else PORTABLE_COLUMNS)
+    gradients_kernel[(H * K // columns, M)](
+        q, k, g, do, grads.dv, saved.v_new, saved.states, d_states, saved.gamma, saved.norms, pairs,
+        products, gate.a_log, gate.dt_bias, saved.table, grads.dq, grads.dk, grads.dg, *parts,
+        K**-0.5 if gate.normalize else 1.0, gate.lower_bound or 0.0, H,
+        K=K, V=V, BK=columns, BV=min(V, VALUE_COLUMNS), FROM_LOGITS=from_logits,
+        IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
+        IS_TRANSPOSED=serves_sm90(q, v), PARTS=2 if is_low else 3,
+        PRECISION="tf32x3", num_warps=4, num_stages=1,
+    )  # fmt: skip

@@ -9,7 +9,7 @@ so that nothing grows: every entry of the inverse is in [-1, 1].
 import triton
 import triton.language as tl
 
-from .tiles import CHUNK, HALF, MIN_BETA, half_factors, load_log2_gate
+from .tiles import CHUNK, LEVELS, MIN_BETA, joins, level_factor, load_log2_gate, sum_where
 
 
 @triton.jit
@@ -32,14 +32,24 @@ def inverse_below_diagonal(L, rows, cols, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def inverse_norms(x, rows, is_row, num_heads, eps, K: tl.constexpr):
+    """1 / sqrt(sum(x^2) + eps) of each row."""
+    channels = tl.arange(0, K)
+    offsets = rows[:, None] * (num_heads * K) + channels[None, :]
+    is_valid = is_row[:, None] & (channels >= 0)[None, :]
+    x_CK = tl.load(x + offsets, mask=is_valid, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x_CK * x_CK, 1) + eps)
+
+
+@triton.jit
 def prep_kernel(
     q, k, g, beta, a_log, dt_bias, table,
     kp, kc, qp, ainv, aqk, gamma, chunk_beta, norms,
     scale, eps, lower_bound, num_heads,
-    K: tl.constexpr, FROM_LOGITS: tl.constexpr, NORMALIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, FROM_LOGITS: tl.constexpr, IS_BOUNDED: tl.constexpr,
+    NORMALIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head; grid (H, M)."""
+    """One chunk of one head in strips of BK channels; grid (H, M)."""
     h = tl.program_id(0)
     m = tl.program_id(1)
     if tl.load(table + m * 3) < 0:
@@ -48,72 +58,67 @@ def prep_kernel(
     length = tl.load(table + m * 3 + 2)
     rows = tl.arange(0, CHUNK)
     cols = tl.arange(0, CHUNK)
-    channels = tl.arange(0, K)
     low = kp.dtype.element_ty
-
-    head = start * num_heads * K + h * K
-    offsets = rows[:, None] * (num_heads * K) + channels[None, :]
-    is_valid = (rows < length)[:, None] & (channels >= 0)[None, :]
-    q_CK = tl.load(q + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
-    k_CK = tl.load(k + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
-    bias = 0.0
-    rate = 1.0
-    if FROM_LOGITS:
-        bias = tl.load(dt_bias + h * K + channels)[None, :]
-        rate = tl.exp(tl.load(a_log + h))
-    gate = load_log2_gate(g + head, offsets, is_valid, bias, rate, lower_bound, FROM_LOGITS)
-    first = channels[None, :] + tl.arange(0, 1)[:, None]
-    first_lo = load_log2_gate(
-        g + head, first, first >= 0, bias, rate, lower_bound, FROM_LOGITS
-    )  # [1, K]
-    first_hi = load_log2_gate(
-        g + head, first + HALF * num_heads * K, (first >= 0) & (length > HALF), bias, rate,
-        lower_bound, FROM_LOGITS,
-    )  # fmt: skip
-    first_lo = tl.sum(first_lo, 0)
-    first_hi = tl.sum(first_hi, 0)
-
     chunk = m.to(tl.int64) * num_heads + h
-    beta_C = tl.load(beta + (start + rows) * num_heads + h, mask=rows < length, other=0.0)
+    head = start * num_heads * K + h * K
+    is_row = rows < length
+
+    beta_C = tl.load(beta + (start + rows) * num_heads + h, mask=is_row, other=0.0)
     beta_C = beta_C.to(tl.float32)
     if FROM_LOGITS:
         beta_C = tl.sigmoid(beta_C)
-    beta_C = tl.where(rows < length, tl.maximum(beta_C, MIN_BETA), 0.0)
+    beta_C = tl.where(is_row, tl.maximum(beta_C, MIN_BETA), 0.0)
     tl.store(chunk_beta + chunk * CHUNK + rows, beta_C)
+    q_norm = tl.full([CHUNK], 1.0, tl.float32)
+    k_norm = q_norm
     if NORMALIZE:
-        q_norm = tl.rsqrt(tl.sum(q_CK * q_CK, 1) + eps)
-        k_norm = tl.rsqrt(tl.sum(k_CK * k_CK, 1) + eps)
+        q_norm = inverse_norms(q + head, rows, is_row, num_heads, eps, K)
+        k_norm = inverse_norms(k + head, rows, is_row, num_heads, eps, K)
         tl.store(norms + chunk * 2 * CHUNK + rows, q_norm)
         tl.store(norms + chunk * 2 * CHUNK + CHUNK + rows, k_norm)
+
+    rate = 1.0
+    if FROM_LOGITS:
+        rate = tl.exp(tl.load(a_log + h))
+    own_C = tl.zeros([CHUNK], tl.float32)
+    aqk_CC = tl.zeros([CHUNK, CHUNK], tl.float32)
+    akk_CC = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for strip in tl.range(0, K // BK, num_stages=1):
+        channels = strip * BK + tl.arange(0, BK)
+        offsets = rows[:, None] * (num_heads * K) + channels[None, :]
+        is_valid = is_row[:, None] & (channels >= 0)[None, :]
+        bias = 0.0
+        if FROM_LOGITS:
+            bias = tl.load(dt_bias + h * K + channels)[None, :]
+        gate = load_log2_gate(
+            g + head, offsets, is_valid, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED
+        )
+        q_CK = tl.load(q + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
+        k_CK = tl.load(k + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
         q_CK *= q_norm[:, None]
         k_CK *= k_norm[:, None]
+        own_C += tl.sum(q_CK * k_CK, 1)
+        tile = chunk * CHUNK * K + rows[:, None] * K + channels[None, :]
+        decay = tl.exp2(sum_where(cols[None, :] <= rows[:, None], gate, 3))
+        tl.store(qp + tile, (q_CK * decay * scale).to(low))
+        tl.store(kp + tile, (k_CK * decay).to(low))
+        decay = tl.exp2(sum_where(cols[None, :] > rows[:, None], gate, 3))
+        tl.store(kc + tile, (k_CK * decay).to(low))
+        tl.store(gamma + chunk * K + channels, tl.exp2(tl.sum(gate, 0)))
+        for level in tl.range(0, LEVELS, num_stages=1):
+            factor = level_factor(gate, rows, cols, level)
+            q_low = (q_CK * factor).to(low)
+            k_low = (k_CK * factor).to(low)
+            is_pair = joins(rows, cols, level)
+            pair = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
+            aqk_CC += tl.where(is_pair, pair, 0.0)
+            pair = tl.dot(k_low, tl.trans(k_low), input_precision=PRECISION)
+            akk_CC += tl.where(is_pair, pair, 0.0)
 
-    G, mid, end, row, col, cross = half_factors(gate, first_lo, first_hi, rows)
-    is_hi = rows[:, None] >= HALF
-    same_half = (rows // HALF)[:, None] == (cols // HALF)[None, :]
     below = rows[:, None] > cols[None, :]
-    col_k = tl.trans((k_CK * col).to(low))
-    aqk_CC = tl.dot((q_CK * row).to(low), col_k, input_precision=PRECISION)
-    akk_CC = tl.dot((k_CK * row).to(low), col_k, input_precision=PRECISION)
-    aqk_CC = tl.where(same_half & below, aqk_CC, 0.0)
-    akk_CC = tl.where(same_half & below, akk_CC, 0.0)
-    k_cross = k_CK * cross
-    lo_k = tl.trans(tl.where(is_hi, 0.0, k_cross).to(low))
-    q_cross = q_CK * cross
-    aqk_CC += tl.dot(tl.where(is_hi, q_cross, 0.0).to(low), lo_k, input_precision=PRECISION)
-    akk_CC += tl.dot(tl.where(is_hi, k_cross, 0.0).to(low), lo_k, input_precision=PRECISION)
-    diagonal = tl.sum(q_CK * k_CK, 1)
-    aqk_CC = tl.where(rows[:, None] == cols[None, :], diagonal[:, None], aqk_CC) * scale
-
-    tile = chunk * CHUNK * K + rows[:, None] * K + channels[None, :]
-    rest = tl.exp2(tl.where(is_hi, end[None, :] - G, G))
-    to_mid = tl.exp2(mid)[None, :]
-    tl.store(qp + tile, (tl.where(is_hi, q_cross * to_mid, q_CK * rest) * scale).to(low))
-    tl.store(kp + tile, tl.where(is_hi, k_cross * to_mid, k_CK * rest).to(low))
-    from_mid = tl.exp2(end - mid)[None, :]
-    tl.store(kc + tile, tl.where(is_hi, k_CK * rest, k_cross * from_mid).to(low))
-    tl.store(gamma + chunk * K + channels, tl.exp2(end))
-
+    aqk_CC = tl.where(below, aqk_CC, 0.0)
+    akk_CC = tl.where(below, akk_CC, 0.0)
+    aqk_CC = tl.where(rows[:, None] == cols[None, :], own_C[:, None], aqk_CC) * scale
     square = chunk * CHUNK * CHUNK + rows[:, None] * CHUNK + cols[None, :]
     tl.store(aqk + square, aqk_CC.to(low))
     below_CC = inverse_below_diagonal(beta_C[:, None] * akk_CC, rows, cols, PRECISION)

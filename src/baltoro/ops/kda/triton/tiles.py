@@ -1,22 +1,24 @@
-"""What the KDA kernels share: the table of chunks, the decay of a tile, its bounded exponents.
+"""What the portable KDA kernels share: the table of chunks, the gate, exponents that never grow.
 
-A chunk has 64 rows (tokens) in two halves of 32. Rows past a sequence's end hold k = q = v = 0,
-beta = 0 and g = 0, so they change nothing. Decays are base 2 inside the kernels: G is log2(e) times
-the running sum of g from the chunk's first row.
+A chunk has 64 rows (tokens). Rows past a sequence's end hold k = q = v = 0, beta = 0 and g = 0, so
+they change nothing. Decays are base 2 inside the kernels.
 
-Within a half, 2^(G_r - G_j) is split as (row_r, col_j) around the half's first row with a constant
-shift: row = 2^(G_r - G_first + 112), col = 2^(G_first - G_j - 112). At the gate's bound of -5 both
-stay within 2^112. Across halves the anchor is the last row of the first half, so that one factor
-2^-|G - G_mid| serves rows and columns. No anchor lies in a token's future.
+Pairs of rows j < r meet at levels: two neighbouring blocks of B rows, anchor at the last row of the
+first, are joined by one product of 2^(steps after j until the anchor) and 2^(steps after the anchor
+until r). So B = 1, 2, 4 .. 32 meets every pair once, both factors are at most 1 for a gate without
+a bound too, and where one becomes 0 the weight itself is below 2^-126. No anchor lies in a token's
+future. Exponents are sums of the steps themselves, never a difference of longer sums: a step of
+-200 takes no digit from a step of -1e-6 beside it. Their gradients are sums likewise.
 """
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-HALF_SHIFT = tl.constexpr(2.0**56)
 CHUNK = tl.constexpr(64)
-HALF = tl.constexpr(32)
+LEVELS = tl.constexpr(6)
+# A step that decays to 0 in fp32 whatever it meets; longer ones would only lengthen sums.
+MIN_STEP = tl.constexpr(-256.0)
 # beta = 0 would lose the gradient <Y, e> = <dv, v_new> / beta^2; 2^-40 writes nothing visible.
 MIN_BETA = tl.constexpr(2.0**-40)
 
@@ -53,29 +55,66 @@ def bounded_log2_gate(logits, bias, rate, lower_bound):
 
 
 @triton.jit
-def load_log2_gate(g, ptrs, is_valid, bias, rate, lower_bound, FROM_LOGITS: tl.constexpr):
-    """Base-2 log-decay of the tile at `ptrs`, 0 where not `is_valid`."""
-    x = tl.load(g + ptrs, mask=is_valid, other=0.0).to(tl.float32)
-    if FROM_LOGITS:
-        x = tl.where(is_valid, bounded_log2_gate(x, bias, rate, lower_bound), 0.0)
-    else:
-        x = x * LOG2E
-    return x
+def softplus(x):
+    """log(1 + exp(x)), exact to rounding also where exp(x) is nothing beside 1."""
+    power = tl.exp(-tl.abs(x))
+    total = 1.0 + power
+    # what rounding took from `total` is given back by the quotient
+    rest = tl.where(total == 1.0, power, tl.log(total) * (power / (total - 1.0)))
+    return tl.maximum(x, 0.0) + rest
 
 
 @triton.jit
-def half_factors(log2_gate, first_lo, first_hi, rows):
-    """G [C, K], its values at the middle and end [K], the factors row, col and cross [C, K]."""
-    total_G = tl.cumsum(log2_gate, 0)  # [C, K]
-    is_hi = rows[:, None] >= HALF
-    mid = tl.sum(tl.where(is_hi, 0.0, log2_gate), 0)  # [K]
-    end = tl.sum(log2_gate, 0)  # [K]
-    local = total_G - tl.where(is_hi, (mid + first_hi)[None, :], first_lo[None, :])  # [C, K]
-    # halved and squared: `local + SHIFT` would round local to 2^-17
-    root = tl.exp2(0.5 * local) * HALF_SHIFT
-    row = root * root
-    root = tl.exp2(-0.5 * local) / HALF_SHIFT
-    col = root * root
-    from_mid = total_G - mid[None, :]
-    cross = tl.exp2(tl.where(is_hi, from_mid, -from_mid))
-    return total_G, mid, end, row, col, cross
+def load_log2_gate(
+    g, ptrs, is_valid, bias, rate, lower_bound, FROM_LOGITS: tl.constexpr, IS_BOUNDED: tl.constexpr
+):  # fmt: skip
+    """Base-2 log-decay of the tile at `ptrs`, 0 where not `is_valid`."""
+    x = tl.load(g + ptrs, mask=is_valid, other=0.0).to(tl.float32)
+    if FROM_LOGITS:
+        if IS_BOUNDED:
+            x = bounded_log2_gate(x, bias, rate, lower_bound)
+        else:
+            x = -LOG2E * rate * softplus(x + bias)
+        x = tl.where(is_valid, x, 0.0)
+    else:
+        x = x * LOG2E
+    return tl.where(x < MIN_STEP, MIN_STEP, x)  # keeps nan
+
+
+@triton.jit
+def sum_where(is_term, x, PARTS: tl.constexpr):
+    """Sums over t of x[t] where is_term[r, t]: [C, BK] of x [C, BK], cut into bf16 parts.
+
+    Three parts hold all of fp32, two 16 bits.
+    """
+    ones = tl.where(is_term, 1.0, 0.0).to(tl.bfloat16)
+    total = tl.zeros(x.shape, tl.float32)
+    for _ in tl.static_range(PARTS - 1):
+        part = x.to(tl.bfloat16)
+        total = tl.dot(ones, part, total)
+        x -= part.to(tl.float32)
+    return tl.dot(ones, x.to(tl.bfloat16), total)
+
+
+@triton.jit
+def joins(rows, cols, level):
+    """Pairs [C, C], in either order, of rows in the two neighbouring blocks of 2^level rows."""
+    return ((rows >> level)[:, None] ^ (cols >> level)[None, :]) == 1
+
+
+@triton.jit
+def level_factor(log2_gate, rows, cols, level):
+    """Decay [C, BK] from the anchor until a row of a second block, from a row of a first to it."""
+    is_block = (rows >> level)[:, None] == (cols >> level)[None, :]
+    is_second = ((rows >> level) % 2 == 1)[:, None]
+    is_up_to = cols[None, :] <= rows[:, None]
+    return tl.exp2(sum_where(is_block & (is_up_to == is_second), log2_gate, 3))
+
+
+@triton.jit
+def level_steps(flow, rows, cols, level, PARTS: tl.constexpr):
+    """Gradient of the steps [C, BK] from that of the logarithm of `level_factor`."""
+    is_block = (rows >> level)[:, None] == (cols >> level)[None, :]
+    is_second = ((rows >> level) % 2 == 1)[:, None]
+    is_from = cols[None, :] >= rows[:, None]
+    return sum_where(is_block & (is_from == is_second), flow, PARTS)
