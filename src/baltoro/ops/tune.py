@@ -35,7 +35,8 @@ Timer = Callable[[Callable[[], object]], float]
 class Outcome(NamedTuple):
     """What was found for one case."""
 
-    case: Case
+    kernel: str
+    shape_class: str
     old: Launch
     new: Launch
     old_ms: float
@@ -98,10 +99,8 @@ def tune(
         left = (clock() - start) / (number + 1) * (len(work) - number - 1)
         print(f"[{number + 1}/{len(work)}, {left:.0f} s left] {told(outcome)}", flush=True)
         if outcome.new != outcome.old:
-            case = outcome.case
-            table.setdefault(section, {}).setdefault(case.kernel, {})[case.shape_class] = (
-                outcome.new
-            )
+            classes = table.setdefault(section, {}).setdefault(outcome.kernel, {})
+            classes[outcome.shape_class] = outcome.new
             write(table, out)
     changed = sum(outcome.new != outcome.old for outcome in found)
     print(f"bench: {changed} of {len(found)} shapes changed" + (f" in {out}" if changed else ""))
@@ -126,13 +125,13 @@ def best_of(case: Case, section: str, device: torch.device, timer: Timer) -> Out
                 refused.append(f"{words(shape)}: {why}")
     new_ms, index = min(times, default=(old_ms, -1))
     if index < 0 or new_ms >= (1 - MARGIN) * old_ms:
-        return Outcome(case, old, old, old_ms, old_ms, refused)
+        return Outcome(case.kernel, case.shape_class, old, old, old_ms, old_ms, refused)
     new = case.candidates[index]
     again_ms = timer(case.run)
     with trying(case.kernel, case.shape_class, section, new):
         new_ms = timer(case.run)
-    is_faster = new_ms < (1 - MARGIN) * again_ms
-    return Outcome(case, old, new if is_faster else old, again_ms, new_ms, refused)
+    kept = new if new_ms < (1 - MARGIN) * again_ms else old
+    return Outcome(case.kernel, case.shape_class, old, kept, again_ms, new_ms, refused)
 
 
 def why_refused(run: Callable[[], Iterable[Tensor]], expected: Iterable[Tensor]) -> str | None:
@@ -176,7 +175,7 @@ def words(shape: Launch) -> str:
 
 def told(outcome: Outcome) -> str:
     """An outcome in a line."""
-    case = f"{outcome.case.kernel} {outcome.case.shape_class}: {words(outcome.old)}"
+    case = f"{outcome.kernel} {outcome.shape_class}: {words(outcome.old)}"
     refused = f"; refused {'; '.join(outcome.refused)}" if outcome.refused else ""
     if outcome.new == outcome.old:
         return f"{case} stays, {outcome.old_ms:.4f} ms{refused}"
