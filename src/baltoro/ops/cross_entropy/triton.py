@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import as_operator, cdiv, refuse_unserved
+from ..triton import as_operator, cdiv, enqueue, refuse_unserved
 
 RANGE_NUMBERS = 2**28  # logits of a range
 
@@ -87,7 +87,8 @@ def _forward(
     for rows in _ranges(hidden.shape[0], W):
         logits = _logits_of(hidden, weight, rows, buffer)
         buffer = logits if buffer is None else buffer
-        loss_kernel[(logits.shape[0],)](
+        enqueue(
+            loss_kernel, (logits.shape[0],),
             logits, targets[rows], losses[rows], lse[rows], W, ignore_index,
             BW=shape["block"], num_warps=shape["num_warps"],
         )  # fmt: skip
@@ -123,7 +124,8 @@ def _backward(
     for rows in _ranges(hidden.shape[0], W):
         logits = _logits_of(hidden, weight, rows, buffer)
         buffer = logits if buffer is None else buffer
-        gradient_kernel[(logits.shape[0], cdiv(W, shape["block"]))](
+        enqueue(
+            gradient_kernel, (logits.shape[0], cdiv(W, shape["block"])),
             logits, targets[rows], lse[rows], d_losses[rows], W, ignore_index,
             BW=shape["block"], num_warps=shape["num_warps"],
         )  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baltoro.ops.impl import ImplError
 from baltoro.ops.moe.shared import Glu
-from baltoro.ops.triton import cdiv, padded_width, refuse_unserved
+from baltoro.ops.triton import cdiv, enqueue, padded_width, refuse_unserved
 
 __all__ = [
     "activate", "activate_backward", "choose_backward", "choose_experts", "combine",
@@ -337,7 +337,8 @@ def choose_experts(
     weights = logits.new_empty((num_tokens, num_active))
     rows, num_warps = choice_shape(num_experts)
     if num_tokens:
-        choose_kernel[(cdiv(num_tokens, rows),)](
+        enqueue(
+            choose_kernel, (cdiv(num_tokens, rows),),
             logits, bias, scores, ids, weights, num_tokens, scaling, E=num_experts, A=num_active,
             BE=padded_width(num_experts), BA=padded_width(num_active), R=rows,
             IS_SOFTMAX=is_softmax, IS_RENORMALIZED=is_renormalized, num_warps=num_warps,
@@ -359,7 +360,8 @@ def choose_backward(
     d_logits = torch.empty_like(scores)
     rows, num_warps = choice_shape(num_experts)
     if num_tokens:
-        choose_backward_kernel[(cdiv(num_tokens, rows),)](
+        enqueue(
+            choose_backward_kernel, (cdiv(num_tokens, rows),),
             scores, ids, None if d_scores is None else d_scores.contiguous(),
             d_weights.contiguous(), d_logits, num_tokens, scaling, E=num_experts, A=num_active,
             BE=padded_width(num_experts), BA=padded_width(num_active), R=rows,
@@ -374,7 +376,8 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     token, pair, row = (expert_ids.new_empty(num_pairs) for _ in range(3))
     stops = expert_ids.new_empty(num_experts, dtype=torch.int32)
     if num_pairs <= MAX_SORTED:
-        sort_kernel[(num_experts,)](
+        enqueue(
+            sort_kernel, (num_experts,),
             expert_ids, token, pair, row, stops, None, num_pairs, A=num_active,
             B=sort_block(num_pairs), N=1, num_warps=WARPS,
         )  # fmt: skip
@@ -382,14 +385,17 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     num_blocks, padded = cdiv(num_pairs, COUNTED), max(32, padded_width(num_experts))
     counts = stops.new_empty((num_blocks, num_experts))
     firsts = torch.empty_like(counts)
-    count_kernel[(num_blocks,)](
-        expert_ids, counts, num_pairs, E=num_experts, BE=padded, B=COUNTED, num_warps=WARPS
-    )
-    first_kernel[(1,)](
+    enqueue(
+        count_kernel, (num_blocks,),
+        expert_ids, counts, num_pairs, E=num_experts, BE=padded, B=COUNTED, num_warps=WARPS,
+    )  # fmt: skip
+    enqueue(
+        first_kernel, (1,),
         counts, firsts, stops, num_blocks, E=num_experts, BE=padded, R=max(1, 4096 // padded),
         num_warps=8,
     )  # fmt: skip
-    place_kernel[(num_blocks,)](
+    enqueue(
+        place_kernel, (num_blocks,),
         expert_ids, firsts, token, pair, row, num_pairs, E=num_experts, A=num_active, B=COUNTED,
         C=32, num_warps=WARPS,
     )  # fmt: skip
@@ -407,7 +413,8 @@ def sort_slots(
     pair = expert_ids.new_empty(num_pairs)
     stops = expert_ids.new_empty(num_experts, dtype=torch.int32)
     slots = stops.new_empty((num_pairs // slot_size + num_experts, 2))
-    sort_kernel[(num_experts,)](
+    enqueue(
+        sort_kernel, (num_experts,),
         expert_ids, None, pair, None, stops, slots, num_pairs, A=expert_ids.shape[1],
         B=sort_block(num_pairs), N=slot_size, num_warps=WARPS,
     )  # fmt: skip
@@ -423,10 +430,11 @@ def activate(inner: Tensor, glu: Glu) -> Tensor:
     """Pre-activations `[TA, 2F]` to activations `[TA, F]`."""
     num_rows, width = inner.shape[0], inner.shape[1] // 2
     act = inner.new_empty((num_rows, width))
-    block = min(COLUMNS, triton.next_power_of_2(width))
-    grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(width, block))
+    block = min(COLUMNS, padded_width(width))
+    grid = (cdiv(num_rows, ROWS), cdiv(width, block))
     if num_rows:
-        glu_kernel[grid](
+        enqueue(
+            glu_kernel, grid,
             inner, act, num_rows, *caps(glu), F=width, **kind(glu), R=ROWS, B=block,
             num_warps=WARPS,
         )  # fmt: skip
@@ -443,9 +451,10 @@ def activate_backward(
     num_rows, width = d_act.shape
     d_inner, act = torch.empty_like(inner), torch.empty_like(d_act)
     d_weight = torch.empty_like(weight)
-    block = min(COLUMNS, triton.next_power_of_2(width))
+    block = min(COLUMNS, padded_width(width))
     if num_rows:
-        glu_backward_kernel[(triton.cdiv(num_rows, ROWS),)](
+        enqueue(
+            glu_backward_kernel, (cdiv(num_rows, ROWS),),
             d_act, inner, weight, pair, d_inner, act, d_weight, num_rows, *caps(glu), F=width,
             **kind(glu), R=ROWS, B=block, num_warps=WARPS,
         )  # fmt: skip
@@ -459,10 +468,11 @@ def combine(values: Tensor, row: Tensor | None, weights: Tensor, *, is_weighted:
     """
     (num_tokens, num_active), width = weights.shape, values.shape[1]
     out = values.new_empty((num_tokens, width))
-    block = min(COLUMNS, triton.next_power_of_2(width))
-    grid = (triton.cdiv(num_tokens, ROWS), triton.cdiv(width, block))
+    block = min(COLUMNS, padded_width(width))
+    grid = (cdiv(num_tokens, ROWS), cdiv(width, block))
     if num_tokens:
-        combine_kernel[grid](
+        enqueue(
+            combine_kernel, grid,
             values, row, weights, out, num_tokens, A=num_active, Z=width,
             IS_WEIGHTED=is_weighted, R=ROWS, B=block, num_warps=WARPS,
         )  # fmt: skip

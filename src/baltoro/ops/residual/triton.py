@@ -13,7 +13,7 @@ from torch import Tensor
 
 from baltoro.ops.attn_res.triton import load_query, load_row
 from baltoro.ops.residual import Query
-from baltoro.ops.triton import add_pairs, padded_width, refuse_unserved
+from baltoro.ops.triton import add_pairs, enqueue, padded_width, refuse_unserved
 
 MAX_NUMBERS = 6144  # of a token's sources
 NUM_WARPS = 2
@@ -87,7 +87,8 @@ def normed_read(
     summed = sources[-1] if pending is None else torch.empty_like(normed)
     mixture = summed if query is None else torch.empty_like(normed)
     if T > 0:
-        read_kernel[(T,)](
+        enqueue(
+            read_kernel, (T,),
             sources, None if pending is None else pending.contiguous(),
             None if query is None else query.norm_weight.contiguous(),
             None if query is None else query.proj_weight.contiguous(),

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import add_pairs, as_operator, cdiv, padded_width, refuse_unserved, rows_of
+from ..triton import add_pairs, as_operator, cdiv, enqueue, padded_width, refuse_unserved, rows_of
 
 MAX_PROGRAMS = 132 * 16  # of the backward pass, and parts of dw
 
@@ -99,7 +99,8 @@ def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) 
         shape = launch_of("rms_norm_forward", x)
         tiles = cdiv(rows.shape[0], shape["rows"])
         tiles_per_program = min(4, cdiv(tiles, 4 * MAX_PROGRAMS))
-        forward_kernel[(cdiv(tiles, tiles_per_program),)](
+        enqueue(
+            forward_kernel, (cdiv(tiles, tiles_per_program),),
             rows, weight, gate, out, rows.shape[0], tiles_per_program,
             rows.stride(0), 0 if gate is None else gate.stride(0), eps,
             D=D, BR=shape["rows"], BD=padded_width(D), HAS_GATE=gate is not None,
@@ -129,7 +130,8 @@ def _backward(
     tiles_per_program = cdiv(tiles, MAX_PROGRAMS // shape["num_warps"])
     num_programs = cdiv(tiles, tiles_per_program)
     parts = x.new_empty(num_programs, D, dtype=torch.float32)
-    backward_kernel[(num_programs,)](
+    enqueue(
+        backward_kernel, (num_programs,),
         rows, weight, gate, d_rows, d_x, d_gate_logits, parts, rows.shape[0], tiles_per_program,
         rows.stride(0), 0 if gate is None else gate.stride(0), d_rows.stride(0), eps,
         D=D, BR=shape["rows"], BD=padded_width(D), HAS_GATE=gate is not None,

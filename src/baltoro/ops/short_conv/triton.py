@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..impl import ImplError
 from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import as_operator, cdiv, padded_width, refuse_unserved, rows_of
+from ..triton import as_operator, cdiv, enqueue, padded_width, refuse_unserved, rows_of
 from .windows import (
     exchange,
     load_before,
@@ -246,19 +246,22 @@ def _forward(
     rows = rows_of(x)
     constants = {"W": W, "HAS_STATE": initial_state is not None}
     if T > 0:
-        table_kernel[(cdiv(T, 256),)](
+        enqueue(
+            table_kernel, (cdiv(T, 256),),
             cu_seqlens, table[0], table[1], T, N, BT=256, LEVELS=(N.bit_length() + 3) // 4 * 4,
             num_warps=4,
         )  # fmt: skip
         shape = launch_of("short_conv_forward", x)
         strip = strip_of(T, shape["strip"])
         BC, num_blocks = _blocks(C, shape["channels"])
-        forward_kernel[(num_blocks * cdiv(T, strip),)](
+        enqueue(
+            forward_kernel, (num_blocks * cdiv(T, strip),),
             rows, weight, initial_state, table[0], table[1], y, T, strip, rows.stride(0), C,
             BC=BC, ROWS=shape["rows"], num_warps=shape["num_warps"], **constants,
         )  # fmt: skip
     BC, num_blocks = _blocks(C, STATE_CHANNELS)
-    final_state_kernel[(num_blocks * N,)](
+    enqueue(
+        final_state_kernel, (num_blocks * N,),
         rows, initial_state, cu_seqlens, final_state, rows.stride(0), C,
         BC=BC, num_warps=1, **constants,
     )  # fmt: skip
@@ -298,14 +301,16 @@ def _backward(
     parts = x.new_empty(num_strips, W, C, dtype=torch.float32)
     if T > 0:
         BC, num_blocks = _blocks(C, shape["channels"])
-        backward_kernel[(num_blocks * num_strips,)](
+        enqueue(
+            backward_kernel, (num_blocks * num_strips,),
             rows, weight, initial_state, table[0], table[1], cu_seqlens, d_rows, d_final_state,
             d_x, parts, T, strip, rows.stride(0), d_rows.stride(0), C, BC=BC, ROWS=shape["rows"],
             HAS_STATE=initial_state is not None, num_warps=shape["num_warps"], **constants,
         )  # fmt: skip
     if initial_state is not None:
         BC, num_blocks = _blocks(C, STATE_CHANNELS)
-        state_gradient_kernel[(num_blocks * N,)](
+        enqueue(
+            state_gradient_kernel, (num_blocks * N,),
             rows, weight, initial_state, cu_seqlens, d_rows, d_final_state, d_state,
             rows.stride(0), d_rows.stride(0), C, BC=BC, num_warps=1, **constants,
         )  # fmt: skip
