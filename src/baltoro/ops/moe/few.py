@@ -55,6 +55,26 @@ UNPACK = tl.constexpr("""{
     mul.rn.bf16x2 $3, code, bias;
 }""")
 
+# four scale bytes s to 2^(s - 127): 0 is a subnormal number, 255 is none
+FACTORS = tl.constexpr("""{
+    .reg .b32 byte, quiet, power, least;
+    mov.b32 least, 0x00400040;
+    prmt.b32 byte, $2, 0, 0x4140;
+    add.u32 quiet, byte, 0x00010001;
+    shr.u32 quiet, quiet, 2;
+    and.b32 quiet, quiet, least;
+    shl.b32 power, byte, 7;
+    or.b32 power, power, quiet;
+    max.u16x2 $0, power, least;
+    prmt.b32 byte, $2, 0, 0x4342;
+    add.u32 quiet, byte, 0x00010001;
+    shr.u32 quiet, quiet, 2;
+    and.b32 quiet, quiet, least;
+    shl.b32 power, byte, 7;
+    or.b32 power, power, quiet;
+    max.u16x2 $1, power, least;
+}""")
+
 
 @triton.jit
 def in_code_order(tile, ROWS: tl.constexpr, B: tl.constexpr):
@@ -79,10 +99,9 @@ def decoded(codes, scale, ROWS: tl.constexpr, B: tl.constexpr, IS_PLAIN: tl.cons
         low, high = tl.inline_asm_elementwise(
             UNPACK, "=r,=r,=r,=r,r", [codes], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-        exponent = scale.to(tl.int16)
-        # 0 is the subnormal 2^-127, 255 is NaN
-        bits = (exponent << 7) | tl.where(((exponent + 1) & 254) == 0, 64, 0).to(tl.int16)
-        factor = bits.to(tl.bfloat16, bitcast=True)
+        factor = tl.inline_asm_elementwise(
+            FACTORS, "=r,=r,r", [scale], tl.bfloat16, is_pure=True, pack=4
+        )
     low = tl.reshape(low, [ROWS, B // 8, 4])
     high = tl.reshape(high, [ROWS, B // 8, 4])
     both = tl.reshape(tl.permute(tl.join(low, high), [0, 1, 3, 2]), [ROWS, B // GROUP, GROUP])
@@ -92,7 +111,7 @@ def decoded(codes, scale, ROWS: tl.constexpr, B: tl.constexpr, IS_PLAIN: tl.cons
 @triton.jit
 def product(
     weight, scale, rows, is_row, x, is_token, WIDTH: tl.constexpr,
-    IS_PACKED: tl.constexpr, IS_ORDERED: tl.constexpr, IS_PLAIN: tl.constexpr,
+    IS_PACKED: tl.constexpr, IS_PLAIN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Weights `[M, WIDTH]` of `rows` times tokens at `x` `[N, WIDTH]`: fp32 `[M, N]`."""
@@ -120,8 +139,7 @@ def product(
                 scale + rows[:, None] * (WIDTH // GROUP) + groups[None, :], mask=is_group, other=0
             )
             tile = decoded(codes, exponents, M, B, IS_PLAIN)
-            if not IS_ORDERED:
-                token_tile = in_code_order(token_tile, N, B)
+            token_tile = in_code_order(token_tile, N, B)
         else:
             tile = tl.load(
                 weight + rows[:, None] * WIDTH + inputs[None, :], mask=is_weight, other=0.0
@@ -166,7 +184,7 @@ def gate_up_kernel(
         tokens = x + pairs // A * Z
         total = product(
             weight, scale, rows, inner < F, tokens, is_token, Z,
-            IS_PACKED, False, IS_PLAIN, M, N, B, STAGES,
+            IS_PACKED, IS_PLAIN, M, N, B, STAGES,
         )  # fmt: skip
         # rounded as pre-activations in memory would be
         total = total.to(act.dtype.element_ty).to(tl.float32)
@@ -174,8 +192,6 @@ def gate_up_kernel(
         factor, _, up_factor, _ = glu_parts(gate, up, beta, linear_beta, IS_SITU, IS_CAPPED)
         columns = tl.program_id(0) * H + tl.arange(0, H)
         is_column = columns < F
-        if IS_PACKED:
-            columns = columns // 8 * 8 + columns % 2 * 4 + columns % 8 // 2
         tl.store(
             act + places[None, :] * F + columns[:, None],
             (factor * up_factor).to(act.dtype.element_ty),
@@ -196,7 +212,7 @@ def down_kernel(
         rows = expert.to(tl.int64) * Z + columns
         total = product(
             weight, scale, rows, columns < Z, act + places * F, is_token, F,
-            IS_PACKED, True, IS_PLAIN, M, N, B, STAGES,
+            IS_PACKED, IS_PLAIN, M, N, B, STAGES,
         )  # fmt: skip
         tl.store(
             y + pairs[None, :] * Z + columns[:, None],
