@@ -1,0 +1,133 @@
+"""Launches past Triton's look at every argument, and operators past torch's dispatcher."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+import triton
+import triton.language as tl
+from ops.earned import Allocations
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from baltoro.ops.triton import as_operator, enqueue
+
+
+class Compiled:
+    """What Triton's first launch returns: it keeps what it is launched with."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launches.append((grid, arguments))
+
+
+class Kernel(JITFunction):
+    """A kernel of three arguments and two compile-time ones that counts Triton's own launches."""
+
+    def __init__(self):
+        self.arg_names = ["x", "n", "rest", "B", "A"]
+        self.compiled = []
+
+    def __hash__(self):
+        return id(self)
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **constants):
+            self.compiled.append(Compiled())
+            return self.compiled[-1]
+
+        return launch
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return Kernel()
+
+
+def call(kernel, x, n=5, rest=None, block=8, num_warps=1):
+    enqueue(kernel, (3,), x, n, rest, A=1.5, B=block, num_warps=num_warps)
+
+
+def test_a_second_launch_goes_to_the_kept_kernel_with_addresses_and_constants_in_its_order(kernel):
+    x, y = torch.zeros(64), torch.zeros(64)
+    call(kernel, x)
+    call(kernel, y, n=7)
+    assert len(kernel.compiled) == 1
+    assert kernel.compiled[0].launches == [((3, 1, 1), (y.data_ptr(), 7, None, 8, 1.5))]
+
+
+def test_tuples_of_tensors_go_as_tuples_of_addresses(kernel):
+    rows = tuple(torch.zeros(64) for _ in range(3))
+    for _ in range(2):
+        call(kernel, rows[0], rest=rows)
+    assert kernel.compiled[0].launches[0][1][2] == tuple(row.data_ptr() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.zeros(64, dtype=torch.bfloat16)},
+        {"n": 1},
+        {"n": 16},
+        {"n": 2**31},
+        {"n": 5.0},
+        {"rest": torch.zeros(4)},
+        {"rest": (torch.zeros(4),)},
+        {"block": 16},
+        {"num_warps": 2},
+    ],
+)
+def test_what_triton_compiles_apart_is_kept_apart(kernel, other):
+    x = torch.zeros(64)
+    for _ in range(2):
+        call(kernel, x)
+        call(kernel, **{"x": x, **other})
+    assert len(kernel.compiled) == 2
+    assert [len(compiled.launches) for compiled in kernel.compiled] == [1, 1]
+
+
+@pytest.mark.parametrize("is_in_tuple", [False, True])
+def test_an_address_that_is_not_aligned_is_shown_to_triton_every_time(kernel, is_in_tuple):
+    x, odd = torch.zeros(64), torch.zeros(64)[1:]
+    call(kernel, x, rest=(x,) if is_in_tuple else None)
+    for _ in range(2):
+        call(kernel, x if is_in_tuple else odd, rest=(odd,) if is_in_tuple else None)
+    assert len(kernel.compiled) == 3
+    assert not kernel.compiled[0].launches
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape).copy_(x + x)
+
+
+_double = as_operator("test_double", _doubled, torch.empty_like)
+
+
+def test_an_operator_is_called_directly_but_seen_by_those_who_watch_and_trace():
+    x = torch.ones(3)
+    assert torch.equal(_double(x), x + x)
+    with Allocations() as seen:
+        _double(x)
+    assert len(seen.shapes) == 1  # what it does inside is not seen
+    compiled = torch.compile(lambda x: _double(x) + 1, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), x + x + 1)
+
+
+@triton.jit
+def _scale_kernel(x, y, n, factor, B: tl.constexpr):
+    i = tl.program_id(0) * B + tl.arange(0, B)
+    tl.store(y + i, tl.load(x + i, mask=i < n) * factor, mask=i < n)
+
+
+@pytest.mark.gpu
+def test_kept_launches_give_what_tritons_own_do():
+    for n in (1, 16, 100, 2**20 + 3, 16, 1, 100):
+        for start in (0, 1, 16):
+            x = torch.randn(n + start, device="cuda")[start:]
+            y = torch.empty_like(x)
+            enqueue(_scale_kernel, (-(-n // 64),), x, y, n, 3.0, B=64)
+            assert torch.equal(y, 3.0 * x)
