@@ -21,7 +21,7 @@ Groups = Sequence[Sequence[nn.Linear]]  # maps of one input, without biases
 class Stack:
     """Parameters that lie in one tensor from now on, each beginning at its row of it."""
 
-    def __init__(self, parts: Sequence[nn.Parameter], starts: Sequence[int], num_rows: int) -> None:
+    def __init__(self, parts: Sequence[Tensor], starts: Sequence[int], num_rows: int) -> None:
         self._parts = parts
         shape = (num_rows, *parts[0].shape[1:])
         self.whole = parts[0].new_zeros(shape, requires_grad=False)
@@ -40,7 +40,7 @@ class Stack:
         return [part.data_ptr() for part in self._parts]
 
 
-def stacked(parts: Sequence[nn.Parameter], stack: Stack | None) -> Stack:
+def stacked(parts: Sequence[Tensor], stack: Stack | None) -> Stack:
     """`parts` one behind the other: as they are if they still are."""
     if stack is not None and stack.is_intact:
         return stack

@@ -43,7 +43,7 @@ class Prefilled(NamedTuple):
 class _Recorder:
     """Graphs, and what the host does between them."""
 
-    def __init__(self, pool: tuple[int, int]) -> None:
+    def __init__(self, pool: "torch.cuda._POOL_HANDLE") -> None:
         self._pool = pool
         self.steps: list[Callable[[], object]] = []
         self._begin()
@@ -117,11 +117,10 @@ class PrefillBatch:
         num_groups = len(pool.layout.state_groups)
         self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.places = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
-        shape = (2, MAX_SEQUENCES + 2)
-        self.bounds = torch.zeros(shape, dtype=torch.int32, device=device)
+        self.bounds = torch.zeros((2, MAX_SEQUENCES + 2), dtype=torch.int32, device=device)
         # of each part: pages of the states before it, and behind it
-        shape = (2, 2, num_groups, MAX_SEQUENCES + 1)
-        self.states = torch.zeros(shape, dtype=torch.int64, device=device)
+        pages = (2, 2, num_groups, MAX_SEQUENCES + 1)
+        self.states = torch.zeros(pages, dtype=torch.int64, device=device)
         self.live: PagedCache | None = None  # the pack itself, for attention
         self.order_T: Tensor | None = None
         self._caches = {size: _FixedCache(self, size) for size in self.sizes}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from baltoro.model.model import Model
+from baltoro.ops.draw import draw_tokens
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool, Piece, Span, VerifyCache
 from baltoro.serve.prefill import PrefillBatch
@@ -90,6 +91,9 @@ class Runner:
         self.batch = batch
         self.packs = packs
         self.device = model.lm_head.weight.device
+        # a model whose decode is kernels has its tokens drawn by one
+        is_kernel = model.config.impl.attention_decode == "triton"
+        self._draw_impl = "triton" if is_kernel else "torch"
         self._ahead: _Drawn | None = None
         self._placed: list[tuple[Sequence, Table | None]] = []  # rows of the batch
         self._num_pages: list[int] = []  # of each
@@ -308,9 +312,14 @@ class Runner:
         drafts: Mapping[Sequence, Series[int]] | None = None,
     ) -> _Drawn:
         """Draw, and send the results on their way to the host; nothing waits for them."""
+        is_allowed = [True] * len(sequences)
+        most = max(sequence.request.num_logprobs for sequence in sequences)
+        is_free = all(sequence.constraint is None for sequence in sequences)
+        if drawing.is_whole and is_free and not most:
+            found = draw_tokens(logits_NW, drawing.scale, drawing.noise, impl=self._draw_impl)
+            return self._sent_off(sequences, is_allowed, version, *found, None)
         lowest_N = logits_NW.amin(-1)  # NaN if there is one
         logits_NW = logits_NW.float()
-        is_allowed = [True] * len(sequences)
         for sequence, draft in (drafts or {}).items():
             if sequence.constraint is not None:
                 n = sequences.index(sequence)
@@ -319,12 +328,25 @@ class Runner:
         ids_N, logprobs_NW = draw(logits_NW, drawing)
         logprobs_N = logprobs_NW.gather(-1, ids_N[:, None]).squeeze(-1)
         is_sound_N = lowest_N.isfinite() & logprobs_N.isfinite()
-        numbers = _sent(torch.stack([ids_N.double(), logprobs_N.double(), is_sound_N.double()]))
-        most = max(sequence.request.num_logprobs for sequence in sequences)
         top = None
         if most:
             best = logprobs_NW.topk(min(most, logprobs_NW.shape[-1]))
-            top = _sent(torch.stack([best.indices.double(), best.values.double()]))
+            top = torch.stack([best.indices.double(), best.values.double()])
+        return self._sent_off(sequences, is_allowed, version, ids_N, logprobs_N, is_sound_N, top)
+
+    def _sent_off(
+        self,
+        sequences: list[Sequence],
+        is_allowed: list[bool],
+        version: str,
+        ids_N: Tensor,
+        logprobs_N: Tensor,
+        is_sound_N: Tensor,
+        top: Tensor | None,
+    ) -> _Drawn:
+        """Results on their way to the host."""
+        numbers = _sent(torch.stack([ids_N.double(), logprobs_N.double(), is_sound_N.double()]))
+        top = None if top is None else _sent(top)
         arrival = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrival is not None:
             arrival.record()

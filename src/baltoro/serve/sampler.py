@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baltoro.ops.draw import Noise, perturbed
 from baltoro.serve.request import Sequence as EngineSequence
 from baltoro.serve.sampling import Penalties, Sampling
 
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as int64; the increment of splitmix64
 _PLAIN = Sampling()  # in the place of settings that are not used
-_MIX = ((30, -4658895280553007687), (27, -7723592293110705685))  # its shifts and multipliers
 
 
 class Row(NamedTuple):
@@ -41,12 +40,6 @@ class _Limits(NamedTuple):
     min_p: Tensor
 
 
-class _Noise(NamedTuple):
-    is_drawn: Tensor  # [N, 1] bool; other rows take the likeliest token
-    seeds: Tensor  # [N] int64
-    steps: Tensor  # [N] int64
-
-
 class _Penalised(NamedTuple):
     """Places `[row, token]` of the logits and what happens to them."""
 
@@ -62,8 +55,13 @@ class Drawing(NamedTuple):
 
     scale: Tensor | None  # [N, 1] temperatures
     limits: _Limits | None
-    noise: _Noise | None
+    noise: Noise | None
     penalised: _Penalised | None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether rows draw from all tokens, as `baltoro.ops.draw` does."""
+        return self.limits is None and self.penalised is None
 
     def advance(self) -> None:
         """Go on to the next token of each reply; not with penalties, which need the last ones."""
@@ -123,7 +121,7 @@ def drawing_of(rows: Sequence[Row], width: int, device: torch.device) -> Drawing
             torch.tensor([_int64(number) for number in numbers])
             for numbers in ([row.seed for row in rows], [row.step for row in rows])
         )
-        noise = _Noise(*(x.to(device, non_blocking=True) for x in (is_drawn, seeds, steps)))
+        noise = Noise(*(x.to(device, non_blocking=True) for x in (is_drawn, seeds, steps)))
     penalised = None
     if any(not row.penalties.are_off for row in rows):
         penalised = _penalised(rows, device)
@@ -138,13 +136,7 @@ def draw(logits_NW: Tensor, drawing: Drawing) -> tuple[Tensor, Tensor]:
     finite give NaN. Does not wait for the device.
     """
     logprobs_NW = _log_distribution(_penalise(logits_NW.float(), drawing.penalised), drawing)
-    if drawing.noise is None:
-        return logprobs_NW.argmax(-1), logprobs_NW
-    is_drawn_N1, seeds_N, steps_N = drawing.noise
-    # Gumbel: the largest of log p - log(-log u) is a draw from p
-    uniform_NW = _uniform(seeds_N, steps_N, logits_NW.shape[-1])
-    noise_NW = uniform_NW.log_().neg_().log_().neg_().masked_fill_(~is_drawn_N1, 0.0)
-    return noise_NW.add_(logprobs_NW).argmax(-1), logprobs_NW
+    return perturbed(logprobs_NW, drawing.noise).argmax(-1), logprobs_NW
 
 
 def sample_rows(logits_NW: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -216,25 +208,6 @@ def _penalise(logits_NW: Tensor, penalised: _Penalised | None) -> Tensor:
     logits_NW[penalised.seen] = values * factors
     logits_NW[penalised.written] -= penalised.loss
     return logits_NW
-
-
-def _uniform(seeds_N: Tensor, steps_N: Tensor, width: int) -> Tensor:
-    """`[N, W]` fp64 in (0, 1): splitmix64 of each row's seed and step and of the token."""
-    start_N = _mixed(_mixed(seeds_N) + steps_N * _GOLDEN)
-    tokens_W = torch.arange(1, width + 1, device=seeds_N.device)
-    bits_NW = _shifted(_mixed(start_N[:, None] + tokens_W * _GOLDEN), 11)
-    return (bits_NW.double() + 0.5) * 2.0**-53
-
-
-def _mixed(x: Tensor) -> Tensor:
-    for shift, factor in _MIX:
-        x = (x ^ _shifted(x, shift)) * factor
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right without the sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _int64(number: int) -> int:
