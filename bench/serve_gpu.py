@@ -49,6 +49,7 @@ from baltoro.serve.scheduler import SchedulerConfig
 
 Json = dict[str, Any]
 GROUP = 8  # prompts that are prefilled together before decoding is timed
+SECTIONS = ("k3", "kimi-linear", "trace")
 GOALS = {"batch 1 against transformers": 5.0, "batch 256 share of the byte floor": 0.6}
 
 
@@ -198,22 +199,20 @@ def device_alone(bench: Bench, engine: Engine, rows: int, floor_s: float) -> Jso
     return {"device_step_ms": graph_s * 1e3, "device_share_of_floor": floor_s / graph_s}
 
 
-def kernels_of(bench: Bench, engine: Engine, rows: int) -> Json:
-    """Where a step's graph spends its time; the batch's rows are those of the last step."""
-    batch = engine.runner.batch
-    assert batch is not None
+def kernels_of(bench: Bench, run: Callable[[], object], count: int = 3) -> Json:
+    """Where the device spends its time in `run`: launches and milliseconds of one, by kernel."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(3):
-            batch.run(rows)
+        for _ in range(count):
+            run()
         bench.synchronize()
     events = [e for e in profiler.key_averages() if e.self_device_time_total > 0]
     events.sort(key=lambda event: -event.self_device_time_total)
     return {
-        "launches": sum(event.count for event in events) / 3,
-        "ms": sum(event.self_device_time_total for event in events) / 3e3,
+        "launches": sum(event.count for event in events) / count,
+        "ms": sum(event.self_device_time_total for event in events) / (1e3 * count),
         "kernels": [
-            [e.key[:80], e.count // 3, round(e.self_device_time_total / 3e3, 4)]
-            for e in events[:30]
+            [e.key[:80], e.count / count, round(e.self_device_time_total / (1e3 * count), 4)]
+            for e in events[:40]
         ],
     }
 
@@ -228,6 +227,12 @@ def prefill_of(bench: Bench, engine: Engine, model: Model) -> Json:
         engine.generate([request_of(str(n), ids, 1)])
         times.append(time.perf_counter() - start)
     return {"tokens": count, "tokens_per_s": count / min(times[1:]), "first_s": times[0]}
+
+
+def prefill_kernels(bench: Bench, engine: Engine, model: Model) -> Json:
+    """The device's part of such a prompt."""
+    ids = random_ids(random.Random(7), bench.sizes.prefill_tokens, model.config.vocab_size)
+    return kernels_of(bench, lambda: engine.generate([request_of("0", ids, 1)]), 1)
 
 
 def agreement(bench: Bench, model: Model) -> Json:
@@ -272,13 +277,22 @@ def serve_all(bench: Bench, name: str, model: Model, context: int) -> None:
         about["waited_for_peer_s"] = bench.peer.wait_ready(min(75.0, bench.left_s / 2))
     bench.section(f"{name}: engine", lambda: about)
     bench.section(f"{name}: prefill", lambda: prefill_of(bench, engine, model))
+    if bench.is_gpu:
+        bench.section(
+            f"{name}: kernels of a prefill", lambda: prefill_kernels(bench, engine, model)
+        )
     for rows in bench.sizes.batches:
         bench.section(
             f"{name}: batch {rows}",
             lambda n=rows: decode_at(bench, engine, model, n, context),  # type: ignore[misc]
         )
-    if bench.is_gpu and bench.decode == "resident":
-        bench.section(f"{name}: kernels at batch {rows}", lambda: kernels_of(bench, engine, rows))
+        batch = engine.runner.batch
+        if bench.is_gpu and batch is not None:
+            # its rows are those of the last step
+            bench.section(
+                f"{name}: kernels at batch {rows}",
+                lambda n=rows, b=batch: kernels_of(bench, lambda: b.run(n)),  # type: ignore[misc]
+            )
     gc.unfreeze()
 
 
@@ -292,6 +306,7 @@ def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Js
     shared = random_ids(draws, sizes.shared_tokens, vocab_size)
     said = [shared] * sizes.conversations
     waits: list[float] = []
+    steps: list[int] = []  # until the first token
     begun = time.perf_counter()
     for turn in range(sizes.turns * sizes.conversations):
         if time.perf_counter() - begun > limit_s:
@@ -301,9 +316,11 @@ def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Js
         bench.synchronize()
         start = time.perf_counter()
         sequence = engine.submit(request_of(str(turn), said[who], sizes.reply_tokens))
+        count = engine.stats.num_steps
         while not sequence.new_tokens:
             engine.step()
         waits.append(time.perf_counter() - start)
+        steps.append(engine.stats.num_steps - count)
         while sequence.finish_reason is None:
             engine.step()
         said[who] += tuple(token.id for token in sequence.new_tokens)
@@ -314,6 +331,7 @@ def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Js
         "first_token_ms": statistics.median(waits) * 1e3,
         "first_token_ms_second_half": statistics.median(tail) * 1e3,
         "first_token_ms_p99": sorted(waits)[int(0.99 * (len(waits) - 1))] * 1e3,
+        "steps_to_first_token": sum(steps) / len(steps),
         "seconds": time.perf_counter() - begun,
         "prompt_tokens": engine.stats.prompt_tokens,
         "cached_tokens": engine.stats.cached_tokens,
@@ -355,8 +373,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench/results/serve_gpu.json"))
     parser.add_argument("--peer-python", default=sys.executable, help="with transformers")
     parser.add_argument("--commit", help="instead of asking git")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS)
     bench = Bench(parser.parse_args())
-    sizes = bench.sizes
+    sizes, wanted = bench.sizes, bench.arguments.sections
     models: dict[str, Model] = {}
 
     def start_peer() -> None:
@@ -369,28 +388,33 @@ def main() -> None:
 
     def measure_peer() -> Json:
         assert bench.peer is not None
-        return bench.peer.measure(bench.left_s - 3.0)
+        return bench.peer.measure(min(40.0, bench.left_s - 3.0))
 
     bench.section("copy_bytes_per_s", bench.copy_rate)
-    bench.section("peer", start_peer)
-    bench.section("k3", lambda: serve("k3", preset(sizes.preset), sizes.context))
-    bench.section("k3: agreement", lambda: agreement(bench, models["k3"]))
-    for name, is_caching in (("cached", True), ("not cached", False)):
+    if "kimi-linear" in wanted:
+        bench.section("peer", start_peer)
+    if "k3" in wanted:
+        bench.section("k3", lambda: serve("k3", preset(sizes.preset), sizes.context))
+        bench.section("k3: agreement", lambda: agreement(bench, models["k3"]))
+    if "kimi-linear" in wanted:
         bench.section(
-            f"trace, {name}",
-            lambda c=is_caching: trace(  # type: ignore[misc]
-                bench, models["k3"], is_caching=c, limit_s=min(25.0, bench.left_s / 4)
-            ),
+            "kimi-linear", lambda: serve("kimi-linear", kimi_linear(sizes), sizes.peer_prompt)
         )
-    models.pop("k3", None)
-    bench.section(
-        "kimi-linear", lambda: serve("kimi-linear", kimi_linear(sizes), sizes.peer_prompt)
-    )
-    bench.section("first_tokens", lambda: {"ours": first_tokens(bench, models["kimi-linear"])})
-    bench.section("transformers", measure_peer)
-    bench.section("times_as_fast", lambda: compare(bench.result, sizes.batches))
+        bench.section("first_tokens", lambda: {"ours": first_tokens(bench, models["kimi-linear"])})
+        bench.section("transformers", measure_peer)
+        bench.section("times_as_fast", lambda: compare(bench.result, sizes.batches))
+        models.pop("kimi-linear", None)
     if bench.peer is not None:
         bench.peer.end()
+    if "trace" in wanted:
+        models["k3"] = models.get("k3") or bench.model(preset(sizes.preset))
+        for number, (name, is_caching) in enumerate((("cached", True), ("not cached", False))):
+            bench.section(
+                f"trace, {name}",
+                lambda c=is_caching, n=number: trace(  # type: ignore[misc]
+                    bench, models["k3"], is_caching=c, limit_s=bench.left_s / (2 - n) - 6.0
+                ),
+            )
 
 
 if __name__ == "__main__":
