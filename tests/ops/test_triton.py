@@ -90,6 +90,14 @@ def test_what_triton_compiles_apart_is_kept_apart(kernel, other):
     assert [len(compiled.launches) for compiled in kernel.compiled] == [1, 1]
 
 
+def test_tuples_of_other_lengths_and_dtypes_are_kept_apart(kernel):
+    x = torch.zeros(64)
+    for _ in range(2):
+        for rest in ((x,), (x, x), (x.bfloat16(),)):
+            call(kernel, x, rest=rest)
+    assert [len(compiled.launches) for compiled in kernel.compiled] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("is_in_tuple", [False, True])
 def test_an_address_that_is_not_aligned_is_shown_to_triton_every_time(kernel, is_in_tuple):
     x, odd = torch.zeros(64), torch.zeros(64)[1:]
