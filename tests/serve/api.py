@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -51,6 +51,14 @@ def listening(server: Server) -> Iterator[str]:
     thread.join(30)
 
 
+def wait_until(is_met: Callable[[], bool]) -> None:
+    """Wait for what another thread is about to bring about."""
+    deadline = time.monotonic() + 60
+    while not is_met():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 class Script:
     """A grammar that lets a model write one text and nothing else."""
 
@@ -80,6 +88,9 @@ class ScriptedReply:
 
     def rollback(self, count: int) -> None:
         self.place -= count
+
+    def is_free(self, count: int) -> bool:
+        return False
 
 
 def script(server: Server, monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:

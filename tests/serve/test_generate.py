@@ -1,11 +1,14 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
+from baltoro.checkpoint.load import load
 from baltoro.cli import main
 from baltoro.model.model import Model
+from baltoro.serve import generate
 from baltoro.serve.generate import completion_prompt, generate_tokens, image_features
 from baltoro.serve.sampler import Sampling
 
@@ -112,3 +115,40 @@ def test_bad_input_is_one_clear_line(
 def test_a_checkpoint_without_a_tokenizer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "tests/golden/k3-mini", "--prompt", "x"]) == 2
     assert "no K3 tokenizer beside the weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "chosen", "impl"),
+    [
+        ("cuda", None, torch.bfloat16, "gpu"),
+        ("cuda", "bfloat16", torch.bfloat16, "gpu"),
+        ("cuda", "float32", torch.float32, "torch"),
+        ("cpu", None, None, "torch"),
+        ("cpu", "bfloat16", torch.bfloat16, "torch"),
+    ],
+)
+def test_a_gpu_gets_bfloat16_and_kernels_unless_told_otherwise(
+    nano: Model, monkeypatch: pytest.MonkeyPatch, device: str, dtype: Any, chosen: Any, impl: str
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def loaded(_: str, **options: Any) -> Model:
+        asked.update(options)
+        return nano
+
+    monkeypatch.setattr(generate, "load", loaded)
+    monkeypatch.setattr(generate, "checked_device", torch.device)
+    generate.load_for_text("x", dtype=dtype, device=device, experts="decoded")
+    assert (asked["dtype"], asked["impl"]) == (chosen, impl)
+
+
+def test_a_model_is_described_by_what_runs_it(
+    nano_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load(nano_dir, dtype=torch.bfloat16)
+    assert generate.described(plain) == "bfloat16 weights on cpu, torch's operators"
+    kernels = load(nano_dir, impl="gpu")
+    assert generate.described(kernels) == "float32 weights on cpu, kernels"
+    monkeypatch.setattr(generate, "gpu_refusals", lambda _: {"situ": "activation is silu"})
+    line = generate.described(kernels)
+    assert line == "float32 weights on cpu, kernels, torch for situ (activation is silu)"

@@ -3,8 +3,9 @@ import io
 import json
 import socket
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,11 +14,23 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
-from serve.api import CHAT, SCHEDULER, TOOLS, joined, listening, made, post, script, streamed
+from serve.api import (
+    CHAT,
+    SCHEDULER,
+    TOOLS,
+    joined,
+    listening,
+    made,
+    post,
+    script,
+    streamed,
+    wait_until,
+)
 
 from baltoro.model.model import Model
+from baltoro.serve.background import Stream
 from baltoro.serve.draft import SpeculationConfig
-from baltoro.serve.engine import EngineConfig
+from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.request import NewToken, Request, Sequence
 from baltoro.serve.scheduler import StepPlan
 from baltoro.serve.server import Server, create_app
@@ -155,39 +168,77 @@ def test_a_plain_text_has_no_format_and_no_tools(client: TestClient) -> None:
         assert got.status_code == 400 and got.json()["error"]["param"] == name
 
 
+@contextmanager
+def hung_up_on(server: Server, body: dict[str, Any]) -> Iterator[None]:
+    """A client that leaves when the block ends, after its request and before the answer."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    with listening(server) as address:
+        port = int(address.rstrip("/").rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head.encode() + data)
+            yield
+        wait_until(lambda: server.background.engine.is_idle)
+
+
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "retries": 1}])
 def test_who_hangs_up_frees_the_sequences_within_a_step(
     nano: Model, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
     server = made(nano)
-    engine = server.background.engine
+    engine, background = server.background.engine, server.background
     script(server, monkeypatch, "on and on " * 300)
-    body = json.dumps({**CHAT, "max_tokens": 2000, "n": 2, **fields}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with listening(server) as address:
-        port = int(address.rstrip("/").rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(head.encode() + body)
-            while engine.stats.num_steps < 5:
-                time.sleep(0.01)
-            num_steps = engine.stats.num_steps
-        deadline = time.monotonic() + 20
-        while not engine.is_idle and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert engine.stats.finished["abort"] == 2
-        # the news of it travels through two threads while the engine goes on
-        assert engine.stats.num_steps - num_steps < 50
+    has_run, has_left, is_told = (threading.Event() for _ in range(3))
+    step, cancel = engine.step, background.cancel
+    num_late = 0
+
+    def stepped() -> Any:
+        nonlocal num_late
+        if has_left.is_set():
+            assert is_told.wait(60)  # the news has come as far as the engine's thread
+            num_late += 1
+        events = step()
+        if engine.stats.num_steps == 5:
+            has_run.set()
+            assert has_left.wait(60)
+        return events
+
+    def cancelled(streams: list[Stream]) -> None:
+        cancel(streams)
+        is_told.set()
+
+    monkeypatch.setattr(engine, "step", stepped)
+    monkeypatch.setattr(background, "cancel", cancelled)
+    with hung_up_on(server, {**CHAT, "max_tokens": 2000, "n": 2, **fields}):
+        assert has_run.wait(60)
+        has_left.set()
+    assert engine.stats.finished["abort"] == 2
+    # the one that waited for the news, and steps of an idle engine
+    assert engine.stats.num_steps <= 6 and num_late >= 1
 
 
 def test_who_hangs_up_in_the_middle_of_a_body_is_no_fault(
-    nano: Model, caplog: pytest.LogCaptureFixture
+    nano: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with listening(made(nano)) as address:
+    server = made(nano)
+    has_begun, has_ended = threading.Event(), threading.Event()
+    read = server._body
+
+    async def watched(*arguments: Any) -> Any:
+        has_begun.set()
+        try:
+            return await read(*arguments)
+        finally:
+            has_ended.set()
+
+    monkeypatch.setattr(server, "_body", watched)
+    with listening(server) as address:
         host, port = address.rstrip("/").rpartition("/")[2].split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-            time.sleep(0.3)
-        time.sleep(0.3)
+            assert has_begun.wait(60)
+        assert has_ended.wait(60)
+        assert httpx.get(f"{address}health").status_code == 200  # after whatever was to be logged
     assert not caplog.records
 
 
@@ -455,6 +506,83 @@ def test_a_key_is_asked_for(nano: Model) -> None:
             assert client.post("/v1/chat/completions", json=CHAT, headers=header).status_code == 401
         good = {"authorization": "Bearer secret"}
         assert client.post("/v1/chat/completions", json=CHAT, headers=good).status_code == 200
+
+
+@pytest.mark.parametrize(("ask", "retries"), [(post, 0), (streamed, 0), (streamed, 2)])
+def test_who_aborts_a_request_gets_what_was_written(
+    nano: Model, monkeypatch: pytest.MonkeyPatch, ask: Callable[..., Any], retries: int
+) -> None:
+    server = made(nano)
+    engine = server.background.engine
+    script(server, monkeypatch, "on and on " * 300)
+    with TestClient(create_app(server)) as client, ThreadPoolExecutor() as pool:
+        body = {"max_tokens": 2000, "n": 2, "request_id": "mine", "retries": retries}
+        answer = pool.submit(ask, client, **body)
+        wait_until(lambda: engine.stats.num_steps >= 5 or answer.done())
+        assert post(client, "/abort", request_id="mine").json()["request_id"] == "mine"
+        got = answer.result(60)
+        if ask is streamed:
+            replies = [joined(got, index) for index in range(2)]
+        else:
+            assert got.json()["id"] == "mine"
+            choices = got.json()["choices"]
+            replies = [{**c["message"], "finish_reason": c["finish_reason"]} for c in choices]
+        for reply in replies:
+            assert reply["reasoning_content"].startswith("on a")
+            assert len(reply["reasoning_content"]) < 2000 and reply["finish_reason"] == "abort"
+        assert engine.stats.finished == {"abort": 2} and server.metrics.num_retried == 0
+        wait_idle(client, server)
+        assert post(client, "/abort", request_id="mine").status_code == 404
+
+
+def test_an_abort_of_nothing_and_a_second_request_of_one_name_are_refused(
+    nano: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = made(nano)
+    script(server, monkeypatch, "on and on " * 300)
+    with TestClient(create_app(server)) as client, ThreadPoolExecutor() as pool:
+        error = post(client, "/abort", request_id="nobody").json()["error"]
+        assert (error["param"], error["code"]) == ("request_id", "not_found")
+        assert post(client, "/abort").status_code == 400
+        assert post(client, request_id="a b").json()["error"]["param"] == "request_id"
+        first = pool.submit(post, client, max_tokens=2000, request_id="mine")
+        wait_until(lambda: server.background.engine.stats.num_steps >= 1)
+        second = post(client, request_id="mine")
+        assert second.status_code == 400 and second.json()["error"]["param"] == "request_id"
+        assert post(client, "/abort", request_id="mine").status_code == 200
+        assert first.result(60).json()["choices"][0]["finish_reason"] == "abort"
+        assert post(client, max_tokens=2, request_id="mine").status_code == 200
+
+
+def test_an_aborted_request_that_never_ran_gives_its_place_back(nano: Model) -> None:
+    server = made(nano, EngineConfig(pool_tokens=4096, scheduler=SCHEDULER))
+    with TestClient(create_app(server)) as client, ThreadPoolExecutor() as pool:
+        begun, going_on = threading.Event(), threading.Event()
+
+        def hold(engine: Engine) -> None:
+            begun.set()
+            assert going_on.wait(60)
+
+        held = client.portal.start_task_soon(server.background.call, hold)  # type: ignore[union-attr]
+        assert begun.wait(60)
+        answer = pool.submit(post, client, request_id="mine")
+        wait_until(lambda: post(client, "/abort", request_id="mine").status_code == 200)
+        going_on.set()
+        held.result(60)
+        choice = answer.result(60).json()["choices"][0]
+        assert choice["finish_reason"] == "abort" and choice["message"]["content"] is None
+        wait_idle(client, server)
+
+
+def test_a_request_that_does_not_say_thinks_as_the_server_is_told(nano: Model) -> None:
+    with TestClient(create_app(made(nano, default_effort="none"))) as client:
+        default = post(client).json()
+        assert default["choices"] == post(client, reasoning_effort="none").json()["choices"]
+        assert "reasoning_content" not in default["choices"][0]["message"]
+        num_prompt = default["usage"]["prompt_tokens"]
+        assert post(client, "/tokenize", messages=CHAT["messages"]).json()["count"] == num_prompt
+        thinking = post(client, reasoning_effort="low").json()
+        assert thinking["choices"][0]["message"]["reasoning_content"]
 
 
 def test_a_body_above_the_limit_and_a_full_queue_are_refused(nano: Model) -> None:

@@ -122,6 +122,10 @@ class BackgroundEngine:
         """Free the sequences of streams that nobody reads any more."""
         self._calls.put(lambda: self._abort(streams))
 
+    def abort(self, streams: list[Stream]) -> None:
+        """Free the sequences of streams, whose readers see them end."""
+        self._calls.put(lambda: self._abort(streams, tells=True))
+
     async def drain(self, seconds: float) -> None:
         """Take nothing new, let what runs come to its end for so long, then stop the thread."""
         self._is_draining = True
@@ -172,11 +176,12 @@ class BackgroundEngine:
         if reason is not None:
             del self._streams[sequence]
 
-    def _abort(self, streams: list[Stream]) -> None:
+    def _abort(self, streams: list[Stream], *, tells: bool = False) -> None:
         for stream in streams:
             if self.is_alive and stream.sequence is not None:
                 self.engine.abort(stream.sequence)
-                self._streams.pop(stream.sequence, None)
+                if self._streams.pop(stream.sequence, None) is not None and tells:
+                    stream.put(Event(None, "abort"))
 
 
 def _nothing() -> None:

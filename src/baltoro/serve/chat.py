@@ -13,6 +13,7 @@ from rich.text import Text
 from baltoro.model.model import Model
 from baltoro.serve.generate import (
     Dtype,
+    described,
     generate_tokens,
     image_features,
     load_for_text,
@@ -145,7 +146,7 @@ def chat(
         temperature: 0 always takes the likeliest token.
         top_p: draw from the smallest set of tokens with this probability.
         seed: equal seeds give equal conversations on one machine.
-        dtype: of the weights; absent, as they are stored.
+        dtype: of the weights; absent, bfloat16 on a GPU and as they are stored on a CPU.
         device: cpu, cuda, cuda:1.
         experts: keep MXFP4 experts packed to save memory.
     """
@@ -153,6 +154,7 @@ def chat(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     model = load_for_text(checkpoint, dtype=dtype, device=device, experts=experts)
+    print(f"[{described(model)}]", file=sys.stderr)
     conversation = Conversation(
         model,
         system=system,

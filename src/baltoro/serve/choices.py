@@ -1,7 +1,7 @@
 """From one API request to its engine requests, and from their streams to chunks and a whole answer.
 
-`Choices` holds what a chat and a plain completion have in common; a subclass says how a prompt is
-made, how a reply is read and what the JSON looks like.
+`Choices` holds what a chat and a plain completion have in common; a subclass (`kinds`) says how a
+prompt is made, how a reply is read and what the JSON looks like.
 """
 
 import asyncio
@@ -21,16 +21,14 @@ from baltoro.serve.engine import Engine
 from baltoro.serve.generate import image_features
 from baltoro.serve.grammar import Grammars
 from baltoro.serve.metrics import Metrics
+from baltoro.serve.options import ServerConfig
 from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.protocol import (
     ApiError,
     ChatBody,
     CompletionBody,
-    chat_delta,
-    chat_message,
     logprob_entry,
     new_id,
-    text_logprobs,
     usage,
 )
 from baltoro.serve.request import Grammar, Request
@@ -64,18 +62,17 @@ class Choices(ABC):
         processor: Processor,
         background: BackgroundEngine,
         metrics: Metrics,
-        model_name: str,
-        max_new_tokens: int,
+        config: ServerConfig,
         grammars: Grammars,
     ) -> None:
         self.body = body
         self.processor = processor
-        self.id = new_id(self.kind)
+        self.id = body.request_id or new_id(self.kind)
         self._background = background
         self._metrics = metrics
-        self._model_name = model_name
-        self._max_new_tokens = max_new_tokens
+        self._config = config
         self._grammars = grammars
+        self._is_aborted = False
         self._grammar: Grammar | None = None
         self._seed = body.first_seed()
         self._attempts = [0] * body.n
@@ -97,10 +94,17 @@ class Choices(ABC):
             lambda engine: self._requests(engine, prompt), self.body.n
         )
         self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
+        if self._is_aborted:
+            self.abort()
 
     def cancel(self) -> None:
         """Free what still runs."""
         self._background.cancel(self._streams)
+
+    def abort(self) -> None:
+        """End what still runs and answer with what there is."""
+        self._is_aborted = True
+        self._background.abort(self._streams)
 
     async def chunks(self) -> AsyncIterator[JsonDict]:
         """What is streamed, in order, each choice's parts in its own."""
@@ -180,8 +184,6 @@ class Choices(ABC):
                     continue  # it ran a little beyond a stop string
                 if event.finish_reason == "error":
                     raise ApiError(500, "the engine could not go on with this reply")
-                if event.token is None:
-                    continue
                 pieces = self._take(index, event)
                 answer = pieces[-1].answer
                 if self._attempts[index] < self.body.retries:
@@ -217,17 +219,20 @@ class Choices(ABC):
             (self._streams[index],) = await self._background.submit(lambda _: again, 1)
         except (Overloaded, EngineStopped) as error:
             raise ApiError(503, str(error), code="unavailable", retry_after=5) from None
+        if self._is_aborted:
+            self.abort()
 
     def _take(self, index: int, event: Event) -> list[Piece]:
-        """What a token adds; if it is the last one, the last piece has the answer."""
+        """What an event adds; if it is the last one, the last piece has the answer."""
         reader, token = self._readers[index], event.token
-        assert token is not None
-        self._count(index)
-        logprob = None
-        if self.num_logprobs() is not None:
-            logprob = logprob_entry(self.processor.tokenizer, token)
-            self._logprobs[index].append(logprob)
-        pieces = [Piece(index, reader.feed(token.id), logprob, None)]
+        pieces = []
+        if token is not None:
+            self._count(index)
+            logprob = None
+            if self.num_logprobs() is not None:
+                logprob = logprob_entry(self.processor.tokenizer, token)
+                self._logprobs[index].append(logprob)
+            pieces = [Piece(index, reader.feed(token.id), logprob, None)]
         if event.finish_reason is None and not reader.is_over:
             return pieces
         delta, answer = reader.finish(event.finish_reason or "stop")
@@ -252,7 +257,7 @@ class Choices(ABC):
         config = engine.model.config
         room = max(1, config.max_seq_len - len(prompt.ids))
         asked = getattr(body, "max_completion_tokens", None) or body.max_tokens
-        max_new = asked or min(self._max_new_tokens, room)
+        max_new = asked or min(self._config.max_new_tokens, room)
         # before the pictures are looked at: that can take minutes, and everybody else waits
         engine.check_length(len(prompt.ids), max_new)
         features = image_features(engine.model, prompt)
@@ -279,7 +284,7 @@ class Choices(ABC):
 
     def _head(self, name: str) -> JsonDict:
         head = {"id": self.id, "object": name, "created": self._created}
-        return {**head, "model": self._model_name}
+        return {**head, "model": self._config.model_name}
 
     def _chunk(self, index: int, part: JsonDict, reason: str | None) -> JsonDict:
         choice = {"index": index, **part, "finish_reason": reason}
@@ -291,92 +296,6 @@ class Choices(ABC):
         reasoning = sum(a.num_reasoning_tokens for a in self._answers if a is not None)
         num_prompt = len(first.request.prompt_ids)
         return usage(num_prompt, first.num_cached, sum(self._num_tokens), reasoning)
-
-
-class ChatChoices(Choices):
-    """`POST /v1/chat/completions`."""
-
-    kind, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    body: ChatBody
-
-    def prompt(self) -> Prompt:
-        body = self.body
-        form = body.form()
-        if form is not None:
-            self._grammar = self._grammars.compile(form)
-        return self.processor.prompt(
-            body.messages,
-            body.tools,
-            thinking=body.thinking,
-            thinking_effort=body.effort if body.thinking else None,
-            tool_choice=body.tool_choice,
-            response_format=body.response_format,
-            max_tokens=self._background.engine.model.config.max_seq_len - 1,
-        )
-
-    def reader(self) -> Reader:
-        has_tools = bool(self.body.tools) and self.body.tool_choice != "none"
-        return ChatReader(
-            self.processor.tokenizer,
-            thinking=self.body.thinking,
-            has_tools=has_tools,
-            stop=self.body.stop_strings,
-        )
-
-    def num_logprobs(self) -> int | None:
-        return (self.body.top_logprobs or 0) if self.body.logprobs else None
-
-    def first_parts(self) -> list[JsonDict]:
-        return [{"delta": {"role": "assistant", "content": ""}}]
-
-    def part(self, index: int, delta: Delta, logprob: JsonDict | None) -> JsonDict:
-        call_ids = self._call_ids[index]
-        fields = chat_delta(delta, len(call_ids), call_ids)
-        if logprob is not None:
-            return {"delta": fields, "logprobs": {"content": [logprob]}}
-        return {"delta": fields} if fields else {}
-
-    def last_part(self) -> JsonDict:
-        return {"delta": {}}
-
-    def choice(self, index: int, answer: Answer) -> JsonDict:
-        logprobs = {"content": self._logprobs[index]} if self.body.logprobs else None
-        return {"message": chat_message(answer, self._call_ids[index]), "logprobs": logprobs}
-
-
-class TextChoices(Choices):
-    """`POST /v1/completions`."""
-
-    kind, object, chunk_object = "cmpl", "text_completion", "text_completion"
-    body: CompletionBody
-
-    def prompt(self) -> Prompt:
-        prompt = self.body.prompt
-        return Prompt(
-            self.processor.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        )
-
-    def reader(self) -> Reader:
-        return TextReader(self.processor.tokenizer, self.body.stop_strings)
-
-    def num_logprobs(self) -> int | None:
-        return self.body.logprobs
-
-    def first_parts(self) -> list[JsonDict]:
-        return []
-
-    def part(self, index: int, delta: Delta, logprob: JsonDict | None) -> JsonDict:
-        if logprob is not None:
-            return {"text": delta.content, "logprobs": text_logprobs([logprob])}
-        return {"text": delta.content, "logprobs": None} if delta.content else {}
-
-    def last_part(self) -> JsonDict:
-        return {"text": "", "logprobs": None}
-
-    def choice(self, index: int, answer: Answer) -> JsonDict:
-        has_logprobs = self.body.logprobs is not None
-        logprobs = text_logprobs(self._logprobs[index]) if has_logprobs else None
-        return {"text": answer.content, "logprobs": logprobs}
 
 
 def _media(prompt: Prompt, vision: VisionConfig | None) -> tuple[MediaSpan, ...]:

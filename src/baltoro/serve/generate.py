@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baltoro.checkpoint.load import load
 from baltoro.model.cache import DenseCache
+from baltoro.model.config import gpu_impl, gpu_refusals
 from baltoro.model.model import Model
 from baltoro.serve.sampler import Sampling, sample
 from baltoro.text.pictures import open_picture
@@ -175,7 +176,7 @@ def generate(
         top_k: draw from this many tokens.
         min_p: drop tokens below this share of the likeliest one's probability.
         seed: equal seeds give equal text on one machine.
-        dtype: of the weights; absent, as they are stored.
+        dtype: of the weights; absent, bfloat16 on a GPU and as they are stored on a CPU.
         device: cpu, cuda, cuda:1.
         experts: keep MXFP4 experts packed to save memory.
     """
@@ -192,6 +193,7 @@ def generate(
         generator=seeded(seed, device),
         image_features=image_features(model, request),
     )
+    print(f"[{described(model)}]", file=sys.stderr)
     stream = processor.tokenizer.text_stream(skip_special=True)
     start, count = time.perf_counter(), 0
     first = 0.0
@@ -212,9 +214,12 @@ def load_for_text(
 ) -> Model:
     """The model of a directory, which must hold a tokenizer; `ValueError` if it does not.
 
-    In bfloat16 on a GPU it runs on kernels.
+    Without a `dtype` it is bfloat16 on a GPU and as stored on a CPU. In bfloat16 on a GPU it runs
+    on kernels (`gpu_impl`), else on torch's operators.
     """
     where = checked_device(device)
+    if dtype is None and where.type == "cuda":
+        dtype = "bfloat16"
     model = load(
         checkpoint,
         dtype=None if dtype is None else DTYPES[dtype],
@@ -228,6 +233,19 @@ def load_for_text(
             "copy the tokenizer files into the directory"
         )
     return model
+
+
+def described(model: Model) -> str:
+    """How a model runs, in one line."""
+    weight, impl = model.lm_head.weight, model.config.impl
+    dtype = str(weight.dtype).removeprefix("torch.")
+    operators = "torch's operators"
+    if impl == gpu_impl(model.config):
+        refused = [f"{name} ({why})" for name, why in gpu_refusals(model.config).items()]
+        operators = f"kernels, torch for {', '.join(refused)}" if refused else "kernels"
+    elif weight.is_cuda:
+        operators += ", since kernels take bfloat16"
+    return f"{dtype} weights on {weight.device}, {operators}"
 
 
 def checked_device(device: str) -> torch.device:

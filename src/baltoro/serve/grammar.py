@@ -113,6 +113,10 @@ class Matcher:
             self._is_over = False
             self._allowed = None
 
+    def is_free(self, count: int) -> bool:
+        """Whether the next `count` tokens may be any: never certain."""
+        return False
+
     def _next(self) -> np.ndarray:
         if self._allowed is None:
             data = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

@@ -54,7 +54,8 @@ class Metrics:
 
     def finish(self, answer: Answer, num_tokens: int, seconds: float, effort: str) -> None:
         """Count a reply, written at a reasoning effort."""
-        self._lengths[effort].append(num_tokens)
+        if answer.finish_reason != "abort":
+            self._lengths[effort].append(num_tokens)
         self.finished[answer.finish_reason] += 1
         self.num_empty += answer.is_empty
         self.problems.update(answer.problems)

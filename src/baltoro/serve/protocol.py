@@ -2,8 +2,9 @@
 
 What we cannot honour is refused with a name, never ignored (`UNSUPPORTED`). Fields we do not know
 are ignored. `ChatBody.form` says when a reply is bound by a grammar. Ours beside OpenAI's are
-`top_k`, `min_p`, `repetition_penalty`, `priority`, `cache_salt`, `retries`: so many times a reply
-that is empty or has lost a call is thrown away and drawn again; a stream then waits for a good one.
+`top_k`, `min_p`, `repetition_penalty`, `priority`, `cache_salt`, `request_id`, by which a request
+can be aborted, and `retries`: so many times a reply that is empty or has lost a call is thrown away
+and drawn again; a stream then waits for a good one.
 """
 
 import json
@@ -36,6 +37,7 @@ MAX_CHOICES = 64
 MAX_RETRIES = 5
 MIN_TEMPERATURE = 1e-6  # above 0; below it logits overflow
 MAX_MESSAGE = 1000  # characters of an error
+REQUEST_ID = r"^[A-Za-z0-9._:-]{1,128}$"
 
 
 class ApiError(Exception):
@@ -97,6 +99,7 @@ class _Body(BaseModel):
     priority: int = Field(0, ge=-100, le=100)
     cache_salt: str = ""
     retries: int = Field(0, ge=0, le=MAX_RETRIES)
+    request_id: str | None = Field(None, pattern=REQUEST_ID)
 
     def check(self) -> None:
         """Raise `ApiError` for what is well-formed and cannot be served."""
@@ -288,6 +291,12 @@ class CompletionBody(_Body):
         for name in ("response_format", "tools"):
             if getattr(self, name):
                 raise _refused(name, "plain completions have none; use /v1/chat/completions")
+
+
+class AbortBody(BaseModel):
+    """`POST /abort`: the `id` of an answer, or the `request_id` that its request gave."""
+
+    request_id: str
 
 
 class TokenizeBody(BaseModel):

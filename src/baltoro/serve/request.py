@@ -28,6 +28,9 @@ class Constraint(Protocol):
     def rollback(self, count: int) -> None:
         """Take back the last `count` accepted tokens."""
 
+    def is_free(self, count: int) -> bool:
+        """Whether the next `count` tokens may be any, whatever they turn out to be."""
+
 
 class Grammar(Protocol):
     """What replies must look like; shared by all that must look alike."""

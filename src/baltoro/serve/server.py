@@ -14,11 +14,11 @@ import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -27,15 +27,18 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from baltoro.serve.background import BackgroundEngine, EngineStopped
-from baltoro.serve.choices import ChatChoices, Choices, TextChoices
+from baltoro.serve.choices import Choices
 from baltoro.serve.document import ERRORS, RESPONSES, request_body
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.form import FormError
-from baltoro.serve.generate import Dtype, load_for_text
+from baltoro.serve.generate import described, load_for_text
 from baltoro.serve.grammar import Grammars
+from baltoro.serve.kinds import ChatChoices, TextChoices
 from baltoro.serve.metrics import Metrics
+from baltoro.serve.options import DEFAULTS, ServeOptions, ServerConfig
 from baltoro.serve.protocol import (
+    AbortBody,
     ApiError,
     ChatBody,
     CompletionBody,
@@ -44,7 +47,7 @@ from baltoro.serve.protocol import (
     sse,
 )
 from baltoro.serve.scheduler import Overloaded, SchedulerConfig
-from baltoro.text.processor import Processor
+from baltoro.text.processor import Processor, Prompt
 
 log = logging.getLogger(__name__)
 GONE = 499  # nobody reads this answer; it stands in logs
@@ -61,17 +64,6 @@ PAGE_POLICY = (
 B = TypeVar("B", bound=BaseModel)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerConfig:
-    """What the server adds to the engine."""
-
-    model_name: str
-    max_body_bytes: int = 32 << 20
-    max_new_tokens: int = 4096  # of a request that does not say
-    api_keys: tuple[str, ...] = ()  # empty: anybody
-    drain_s: float = 30.0  # for running replies at shutdown
-
-
 class Server:
     """The handlers and what they share."""
 
@@ -81,6 +73,7 @@ class Server:
         self.metrics = Metrics()
         self.grammars = Grammars(processor.tokenizer)
         self.background = BackgroundEngine(engine)
+        self._running: WeakValueDictionary[str, Choices] = WeakValueDictionary()  # by id
 
     async def complete(
         self,
@@ -90,21 +83,50 @@ class Server:
     ) -> Response:
         """Serve a completion, streamed or whole."""
         self._authorise(request)
-        body: ChatBody | CompletionBody = await self._body(request, body_type)
-        body.check()
-        choices = kind(
-            body,
-            self.processor,
-            self.background,
-            self.metrics,
-            self.config.model_name,
-            self.config.max_new_tokens,
-            self.grammars,
-        )
+        with self.background.arriving():
+            body: ChatBody | CompletionBody = await self._body(request, body_type)
+            if isinstance(body, ChatBody) and body.reasoning_effort is None:
+                body.reasoning_effort = self.config.default_effort
+            body.check()
+            choices = kind(
+                body, self.processor, self.background, self.metrics, self.config, self.grammars
+            )
+            if choices.id in self._running:
+                raise ApiError(
+                    400,
+                    f"request_id: {choices.id} is running already; give each request its own",
+                    param="request_id",
+                )
+            self._running[choices.id] = choices
+            try:
+                await self._start(choices)
+            except BaseException:
+                self._running.pop(choices.id, None)
+                raise
+        response: Response
+        if choices.body.stream:
+            response = StreamingResponse(self._events(choices), media_type="text/event-stream")
+        else:
+            response = await self._whole(request, choices)
+        response.headers["x-request-id"] = choices.id
+        return response
+
+    async def abort(self, request: Request) -> Response:
+        """End a request's replies, which are answered as far as they have come."""
+        self._authorise(request)
+        body = await self._body(request, AbortBody)
+        choices = self._running.get(body.request_id)
+        if choices is None:
+            message = f"request_id: {body.request_id!r} is not running"
+            raise ApiError(404, message, param="request_id", code="not_found")
+        choices.abort()
+        return JSONResponse({"request_id": choices.id, "object": "abort"})
+
+    async def _start(self, choices: Choices) -> None:
+        """Queue a request. Raises `ApiError` for one that cannot be served, or not now."""
         try:
-            with self.background.arriving():
-                prompt = await asyncio.to_thread(choices.prompt)
-                await choices.start(prompt)
+            prompt = await asyncio.to_thread(choices.prompt)
+            await choices.start(prompt)
         except Overloaded as error:
             self.metrics.rejected["overloaded"] += 1
             wait_s = self._wait_s(error)
@@ -117,15 +139,8 @@ class Server:
             raise ApiError(400, str(error), param=error.field, code="invalid_schema") from None
         except ValueError as error:
             self.metrics.rejected["invalid"] += 1
-            param = "prompt" if isinstance(body, CompletionBody) else "messages"
+            param = "prompt" if isinstance(choices.body, CompletionBody) else "messages"
             raise ApiError(400, str(error), param=param) from None
-        response: Response
-        if choices.body.stream:
-            response = StreamingResponse(self._events(choices), media_type="text/event-stream")
-        else:
-            response = await _unless_gone(request, choices)
-        response.headers["x-request-id"] = choices.id
-        return response
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or of a conversation's prompt."""
@@ -142,8 +157,15 @@ class Server:
             raise ApiError(400, str(error), param="messages") from None
         return JSONResponse({"tokens": ids, "count": len(ids)})
 
-    def _chat_prompt(self, body: TokenizeBody) -> Any:
-        return self.processor.prompt(body.messages or [], body.tools)
+    def _chat_prompt(self, body: TokenizeBody) -> Prompt:
+        effort = self.config.default_effort
+        thinks = effort != "none"
+        return self.processor.prompt(
+            body.messages or [],
+            body.tools,
+            thinking=thinks,
+            thinking_effort=effort if thinks else None,
+        )
 
     async def _events(self, choices: Choices) -> AsyncIterator[str]:
         """Server-sent events; an error after the first byte is one more event."""
@@ -155,7 +177,23 @@ class Server:
             return
         finally:
             choices.cancel()
+            self._running.pop(choices.id, None)
         yield "data: [DONE]\n\n"
+
+    async def _whole(self, request: Request, choices: Choices) -> Response:
+        """The whole answer, or nothing if the client leaves first; then its sequences are freed."""
+        work = asyncio.ensure_future(choices.whole())
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return JSONResponse(work.result())
+            return Response(status_code=GONE)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            choices.cancel()
+            self._running.pop(choices.id, None)
 
     async def _body(self, request: Request, body_type: type[B]) -> B:
         raw = bytearray()
@@ -194,21 +232,6 @@ class Server:
         stats = self.background.engine.stats
         speed = stats.computed_tokens / stats.busy_s if stats.busy_s else 0.0
         return max(1, min(600, math.ceil(error.queued_tokens / speed))) if speed else 1
-
-
-async def _unless_gone(request: Request, choices: Choices) -> Response:
-    """The whole answer, or nothing if the client leaves first; then its sequences are freed."""
-    work = asyncio.ensure_future(choices.whole())
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return JSONResponse(work.result())
-        return Response(status_code=GONE)
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        choices.cancel()
 
 
 async def _disconnected(request: Request) -> None:
@@ -257,6 +280,10 @@ def create_app(server: Server) -> FastAPI:
     async def tokenize(request: Request) -> Response:
         return await server.tokenize(request)
 
+    @app.post("/abort", openapi_extra=request_body(AbortBody), responses=ERRORS)
+    async def abort(request: Request) -> Response:
+        return await server.abort(request)
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         entry = {
@@ -291,64 +318,43 @@ def _page(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
     return page
 
 
-def serve(
-    checkpoint: str,
-    *,
-    port: int = 8000,
-    host: str = "127.0.0.1",
-    model_name: str | None = None,
-    pool_tokens: int = 65536,
-    host_bytes: int = 0,
-    max_running: int = 16,
-    max_step_tokens: int = 2048,
-    max_new_tokens: int = 4096,
-    api_key_file: Path | None = None,
-    dtype: Dtype | None = None,
-    device: str = "cpu",
-    experts: Literal["decoded", "packed"] = "decoded",
-    draft: Literal["ngram", "mtp"] | None = None,
-) -> None:
+def serve(checkpoint: str, *, options: ServeOptions = DEFAULTS) -> None:
     """Serve the model in CHECKPOINT with OpenAI's protocol.
 
     Args:
         checkpoint: directory in the official layout, with its tokenizer.
-        port: where to listen.
-        host: address to listen on; other than the loopback only behind a proxy.
-        model_name: name that clients see; absent, the directory's.
-        pool_tokens: tokens of context that all conversations together have room for.
-        host_bytes: CPU memory for prefixes that the pool has no room for.
-        max_running: replies written at once.
-        max_step_tokens: tokens computed in one step.
-        max_new_tokens: longest reply of a request that does not say.
-        api_key_file: keys that clients may use, one per line; absent, no key is needed.
-        dtype: of the weights; absent, as they are stored. Kernels and CUDA graphs need bfloat16.
-        device: cpu, cuda, cuda:1.
-        experts: keep MXFP4 experts packed to save memory.
-        draft: guess tokens ahead, from the text so far or by the checkpoint's MTP layer.
     """
+    config = options.server_config(checkpoint)
+    limits = SchedulerConfig(
+        max_running=options.max_running,
+        max_step_tokens=options.max_step_tokens,
+        max_queued=options.max_queued,
+        max_queued_tokens=options.max_queued_tokens,
+    )
     engine_config = EngineConfig(
-        pool_tokens=pool_tokens,
-        host_bytes=host_bytes,
-        speculation=None if draft is None else SpeculationConfig(draft=draft),
-        scheduler=SchedulerConfig(max_running=max_running, max_step_tokens=max_step_tokens),
+        pool_tokens=options.pool_tokens,
+        host_bytes=options.host_bytes,
+        speculation=None if options.draft is None else SpeculationConfig(draft=options.draft),
+        scheduler=limits,
     )
-    keys = () if api_key_file is None else tuple(api_key_file.read_text().split())
-    if api_key_file is not None and not keys:
-        raise ValueError(f"api_key_file={str(api_key_file)!r}: holds no key")
-    model = load_for_text(checkpoint, dtype=dtype, device=device, experts=experts)
-    config = ServerConfig(
-        model_name=model_name or Path(checkpoint).resolve().name,
-        max_new_tokens=max_new_tokens,
-        api_keys=keys,
+    model = load_for_text(
+        checkpoint, dtype=options.dtype, device=options.device, experts=options.experts
     )
-    if model.config.impl.moe == "triton" and draft is None:
+    impl = model.config.impl
+    if options.draft is None and {impl.kda_decode, impl.attention_decode, impl.moe} == {"triton"}:
         engine_config = replace(engine_config, decode="resident")
     engine = Engine(model, engine_config)
     unit, size = engine.layout.hash_block, engine.layout.page_size
     print(
-        f"prefixes are reused from {unit} tokens on (pages of {size}), "
-        f"{engine.cache.config.num_pages} pages on {torch.device(device)}",
+        f"{described(model)}; {engine_config.decode} decoding; prefixes are reused from {unit} "
+        f"tokens on (pages of {size}), {engine.cache.config.num_pages} pages",
         file=sys.stderr,
     )
     app = create_app(Server(engine, model.processor, config))
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=60)
+    uvicorn.run(
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        timeout_graceful_shutdown=60,
+    )
