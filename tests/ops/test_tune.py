@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from ops.interpreted import assert_runs_interpreted, needs_interpreter
 
 from baltoro import cli
 from baltoro.ops import launch_table
@@ -12,6 +13,24 @@ from baltoro.ops.tune_cases import Case
 CPU = torch.device("cpu")
 KERNEL, CLASS = "rms_norm_forward", "bf16 w128"
 PINNED = {"rows": 64, "num_warps": 8}
+INTERPRETED = """
+import warnings
+
+warnings.simplefilter("ignore")
+import torch
+from baltoro.ops import tune_cases
+from baltoro.ops.launch_table import trying
+from baltoro.ops.tune import why_refused
+
+tune_cases.NORM_NUMBERS, tune_cases.CONV_TOKENS, tune_cases.LOSS_NUMBERS = 3000, 11, 2**16
+for name in ("rms_norm", "short_conv", "cross_entropy"):
+    for build in tune_cases.cases((name,), torch.device("cpu"))[:2]:
+        case = build()
+        expected = case.run()
+        for shape in case.candidates[::13]:
+            with trying(case.kernel, case.shape_class, "portable", shape):
+                assert why_refused(case.run, expected) is None, (case.kernel, shape)
+"""
 
 
 def case(results: dict[int, object], *rows: int) -> Case:
@@ -85,6 +104,13 @@ def test_what_the_budget_leaves_out_keeps_its_shape_and_is_named(tmp_path, capsy
 def test_the_table_in_use_is_as_before(tmp_path):
     tuned(tmp_path, case({}, 1), {64: [1.0], 1: [0.5]})
     assert launch(KERNEL, CLASS, CPU) == PINNED
+
+
+@pytest.mark.slow
+@needs_interpreter
+def test_candidates_give_what_the_pinned_shape_gives_in_the_interpreter():
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert_runs_interpreted(INTERPRETED)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

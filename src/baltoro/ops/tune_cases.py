@@ -21,7 +21,10 @@ from .short_conv import short_conv
 
 BF16 = torch.bfloat16
 LANES = 32
-NORM_NUMBERS = 65536 * 768  # of a case
+NORM_NUMBERS = 65536 * 768  # of an input
+CONV_TOKENS = 65536
+LOSS_NUMBERS = 2**27  # logits
+MATRICES = 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +77,10 @@ def conv_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
 
 def conv_case(kernel: str, channels: int, device: torch.device) -> Case:
     """A pack of three sequences."""
-    T = 65536
+    T = CONV_TOKENS
     x, d_y = (_normal(T, channels, device=device) for _ in range(2))
     weight = torch.randn(channels, 4, device=device)
-    bounds = torch.tensor([0, 1300, 20000, T], dtype=torch.int32, device=device)
+    bounds = torch.tensor([0, T // 50, T // 3, T], dtype=torch.int32, device=device)
     first = torch.tensor([0, 1], dtype=torch.int32, device=device)
     short_conv(x[:1], weight, cu_seqlens=first, impl="triton")
     operators: Any = torch.ops.baltoro
@@ -107,7 +110,7 @@ def loss_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
 
 def loss_case(kernel: str, num_words: int, device: torch.device) -> Case:
     """Narrow hidden states, so that products take little of the time."""
-    T, D = 2**27 // num_words, 64
+    T, D = LOSS_NUMBERS // num_words, 64
     hidden, weight = _normal(T, D, device=device), _normal(num_words, D, device=device)
     targets = torch.arange(T, device=device) * 7 % num_words
     d_losses = torch.rand(T, device=device)
@@ -135,16 +138,14 @@ def loss_case(kernel: str, num_words: int, device: torch.device) -> Case:
 
 
 def newton_schulz_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
-    for rows, columns, stack in ((128, 7168, 96), (64, 768, 96)):
+    for rows, columns in ((128, 7168), (64, 768)):
         for part in ("factor", "gram", "apply"):
-            yield partial(newton_schulz_case, f"newton_schulz_{part}", rows, columns, stack, device)
+            yield partial(newton_schulz_case, f"newton_schulz_{part}", rows, columns, device)
 
 
-def newton_schulz_case(
-    kernel: str, rows: int, columns: int, stack: int, device: torch.device
-) -> Case:
+def newton_schulz_case(kernel: str, rows: int, columns: int, device: torch.device) -> Case:
     """The three kernels run together; one of them changes."""
-    x = _normal(stack, rows, columns, device=device)
+    x = _normal(MATRICES, rows, columns, device=device)
     if kernel == "newton_schulz_factor":
         candidates = [{"num_warps": warps} for warps in (4, 8)]
     else:
