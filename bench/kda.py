@@ -45,7 +45,6 @@ BOUND = -5.0
 GATES = {"fast": 0.0, "slow": -4.0}
 FORWARD_BYTES, STEP_BYTES = 1282, 3590
 FORWARD_FLOPS, STEP_FLOPS = 186e3, 662e3
-MOST_TOKENS_IN_GRAPH = 8192
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -112,10 +111,9 @@ def refuse_wrong_results() -> None:
 
 
 def measure(op: Callable, x: dict[str, torch.Tensor]) -> dict[str, float]:
-    has_graph = x["q"].shape[0] <= MOST_TOKENS_IN_GRAPH
     return {
-        **both_ms(forward(op, x), "forward", has_graph),
-        **both_ms(step(op, x), "step", has_graph),
+        **both_ms(forward(op, x), "forward"),
+        **both_ms(step(op, x), "step"),
         "step_peak_gib": peak_gib(step(op, x)),
     }
 
@@ -142,8 +140,7 @@ def softmax(x: dict[str, torch.Tensor], backend: SDPBackend) -> dict[str, float]
             attend(), [t for qkv in leaves for t in qkv], [piece[3] for piece in pieces]
         )
 
-    has_graph = bounds[-1] <= MOST_TOKENS_IN_GRAPH
-    return both_ms(forward, "forward", has_graph) | both_ms(step, "step", has_graph)
+    return both_ms(forward, "forward") | both_ms(step, "step")
 
 
 def attempt(row: dict[str, object], name: str, run: Callable[[], object], budget: float) -> None:

@@ -41,7 +41,6 @@ TRAINING = (*QUICK, (16, [4096]), (96, [4096]), (16, [32768]), (16, MIXED), (96,
 # heads, sequences, context, tokens a sequence
 PAGED = ((96, 128, 16384, 1), (16, 128, 16384, 1), (96, 32, 16384, 1), (16, 32, 16384, 1),
          (96, 1, 16384, 1), (16, 1, 16384, 1), (16, 32, 16384, 4))  # fmt: skip
-MOST_TOKENS_IN_GRAPH = 8192
 
 
 def draw(num_heads: int, lengths: list[int]) -> list[Tensor]:
@@ -139,8 +138,7 @@ def measure(name: str, given: list[Tensor], lengths: list[int]) -> Row:
     row: Row = {"finite": all(bool(t.isfinite().all()) for t in step(op))}
     for what, run in (("forward", forward), ("step", step)):
         row[f"{what}_eager_ms"] = eager_ms(lambda run=run: run(op))
-        if sum(lengths) <= MOST_TOKENS_IN_GRAPH:
-            row[f"{what}_graph_ms"] = graph_ms(lambda run=run: run(in_graph))
+        row[f"{what}_graph_ms"] = graph_ms(lambda run=run: run(in_graph))
     return row
 
 

@@ -54,13 +54,10 @@ def host_us(run: Call, repeats: int = 200) -> float:
     return elapsed / repeats * 1e6
 
 
-def both_ms(run: Call, name: str = "", has_graph: bool = True) -> dict[str, float]:
+def both_ms(run: Call, name: str = "") -> dict[str, float]:
     """Eager and graph, keys led by `name`."""
     lead = f"{name}_" if name else ""
-    times = {f"{lead}eager_ms": eager_ms(run)}
-    if has_graph:
-        times[f"{lead}graph_ms"] = graph_ms(run)
-    return times
+    return {f"{lead}eager_ms": eager_ms(run), f"{lead}graph_ms": graph_ms(run)}
 
 
 def peak_gib(run: Call) -> float:
