@@ -21,6 +21,8 @@ from baltoro.serve.request import Request, Sequence
 from baltoro.serve.resident import Place, ResidentBatch, ladder
 from baltoro.serve.sampling import Penalties, Sampling
 from baltoro.serve.scheduler import SchedulerConfig
+from baltoro.serve.thinking import ThinkingCap
+from baltoro.text.markers import CLOSE, OPEN, SEP
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -86,6 +88,26 @@ class EvenTokens:
     def rollback(self, count: int) -> None:
         pass
 
+    def is_free(self, count: int) -> bool:
+        return False
+
+
+class Marks:
+    """A tokenizer of markers and two names."""
+
+    def __init__(self) -> None:
+        self.special_ids = {OPEN: 55, CLOSE: 56, SEP: 57}
+
+    def encode(self, text: str, allow_special: bool = False) -> list[int]:
+        return [56, 8, 57, 55, 9, 57]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return {8: b"think", 9: b"response"}.get(token_id, b"")
+
+
+def capped(max_tokens: int) -> ThinkingCap:
+    return ThinkingCap(Marks(), max_tokens)  # type: ignore[arg-type]
+
 
 def test_there_is_a_size_for_every_number_of_rows() -> None:
     assert ladder(1) == (1,)
@@ -136,6 +158,20 @@ def test_a_reply_that_needs_the_host_keeps_all_from_going_ahead(options: dict) -
     assert [written(sequence) for sequence in found] == [
         written(alone(TINY, one)) for one in (bound, free)
     ]
+
+
+def test_a_capped_thought_keeps_all_from_going_ahead_only_while_it_is_ended() -> None:
+    served = engine("resident")
+    wanted = [request(ids(9), 24, grammar=capped(6)), request(ids(7, 1), 24)]
+    sequences = [served.submit(one) for one in wanted]
+    was_ahead: dict[int, bool] = {}
+    while not served.is_idle:
+        served.step()
+        was_ahead[len(sequences[0].new_tokens)] = served.runner.is_ahead
+    assert written(sequences[0])[6:12] == Marks().encode("")
+    # who draws ahead must know of two tokens that nothing binds them
+    assert [n for n, is_ahead in was_ahead.items() if not is_ahead] == [*range(6, 13), 24]
+    assert [written(s) for s in sequences] == [written(alone(TINY, one)) for one in wanted]
 
 
 def test_a_stop_token_ends_a_reply_whose_next_token_was_computed_ahead() -> None:
@@ -242,6 +278,7 @@ def run_workload(draws: random.Random) -> int:
             kind = draws.random()
             sampling = GREEDY if kind < 0.5 else Sampling(temperature=0.8, top_p=0.9)
             options = {"grammar": EvenTokens()} if kind > 0.95 else {}
+            options |= {"grammar": capped(draws.randint(1, 9))} if kind < 0.15 else {}
             one = request(prompt, draws.randint(1, 30), sampling=sampling, seed=left, **options)
             sequences.append(served.submit(one))
             left -= 1

@@ -98,6 +98,7 @@ class Runner:
         self._placed: list[tuple[Sequence, Table | None]] = []  # rows of the batch
         self._num_pages: list[int] = []  # of each
         self._drawing: Drawing | None = None  # of these rows, by which they were drawn last
+        self._bounds: list[Constraint] = []  # of these rows, once they have a drawing
         self.renew()
 
     @property
@@ -203,8 +204,10 @@ class Runner:
             return None
         works = [work for work in plan.works if work.is_sampled]
         rows = [(work.sequence, work.sequence.table) for work in works]
-        # rows with a drawing were found to need nothing of the host
-        if (self._drawing is None or rows != self._placed) and any(map(_needs_host, works)):
+        # rows with a drawing were found to need nothing of the host but for what binds them
+        is_known = self._drawing is not None and rows == self._placed
+        is_bound = any(not bound.is_free(2) for bound in self._bounds)
+        if is_bound if is_known else any(map(_needs_host, works)):
             return None
         size = self.pool.layout.page_size
         going = [
@@ -224,6 +227,7 @@ class Runner:
                 Row(s.request.sampling, s.request.seed, len(s.new_tokens) + 1) for s, _ in going
             ]
             self._drawing = drawing_of(settings, self.model.config.vocab_size, self.device)
+            self._bounds = [s.constraint for s, _ in going if s.constraint is not None]
         else:
             self._drawing.advance()
         logits_NW = self.batch.run(len(going))
@@ -370,7 +374,8 @@ def _is_picture(work: Work) -> bool:
 def _needs_host(work: Work) -> bool:
     """Whether the next token depends on what the host makes of the last."""
     sequence = work.sequence
-    return sequence.constraint is not None or not sequence.request.penalties.are_off
+    is_free = sequence.constraint is None or sequence.constraint.is_free(2)
+    return not (is_free and sequence.request.penalties.are_off)
 
 
 def _latest(parts: Series[_Drawn], sequences: Series[Sequence]) -> Tensor:
