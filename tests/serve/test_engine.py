@@ -287,3 +287,25 @@ def test_settings_out_of_range_are_named() -> None:
     for field in ("pool_tokens", "num_kept_states"):
         with pytest.raises(ValueError, match=f"{field}=0"):
             replace(EngineConfig(), **{field: 0})
+
+
+def test_weights_that_came_half_way_are_refused_until_they_are_whole() -> None:
+    served = engine()
+    running = served.submit(request(ids(9), 8))
+    waiting = served.submit(request(ids(5), 8))
+    served.step()
+
+    def fails(model: Model) -> None:
+        model.lm_head.weight.data.neg_()
+        raise OSError("the trainer is gone")
+
+    with pytest.raises(OSError, match="the trainer is gone"):
+        served.update_weights("1", fails)
+    with pytest.raises(RuntimeError, match="from version '0' to '1' failed half way"):
+        served.submit(request(ids(4), 2))
+    assert dict(served.step()) == {running: None, waiting: None}
+    assert running.finish_reason == waiting.finish_reason == "error"
+    assert served.is_idle and served.step() == []
+    served.update_weights("1", lambda model: model.lm_head.weight.data.neg_())
+    (sequence,) = served.generate([request(ids(4), 2)])
+    assert [token.weights_version for token in sequence.new_tokens] == ["1", "1"]

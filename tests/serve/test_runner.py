@@ -1,5 +1,6 @@
 """Decoding from rows that stay on the device, one step ahead, against separate eager calls."""
 
+import gc
 import random
 from dataclasses import replace
 
@@ -307,6 +308,21 @@ def test_a_token_computed_ahead_has_the_version_of_its_weights() -> None:
     assert [token.weights_version for token in sequence.new_tokens] == (
         ["0"] * count + ["1"] * (8 - count)
     )
+
+
+def test_an_idle_engine_keeps_no_sequence_alive() -> None:
+    served = engine("resident", max_step_tokens=80)
+    stop = written(alone(TINY, request(ids(9), 6)))[-1]
+    one = replace(request(ids(9), 12, stop_ids=frozenset({stop})), request_id="watched")
+    served.generate([one])
+    sequence = served.submit(replace(request(ids(7), 30), request_id="watched"))
+    for _ in range(4):
+        served.step()
+    served.abort(sequence)
+    del sequence
+    gc.collect()
+    left = [found for found in gc.get_objects() if type(found) is Sequence]
+    assert not any(found.request.request_id == "watched" for found in left)
 
 
 def test_drafts_and_unknown_forms_are_refused() -> None:

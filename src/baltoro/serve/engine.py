@@ -130,6 +130,7 @@ class Engine:
         self.runner = Runner(model, pool, batch, packs)
         self._clock = clock
         self._num_wrong = 0  # drafted tokens since the last right one
+        self._fault: str | None = None  # why no token can be computed
 
     @property
     def is_idle(self) -> bool:
@@ -138,8 +139,11 @@ class Engine:
     def submit(self, request: Request) -> Sequence:
         """Queue a request.
 
-        Raises `ValueError` if the model or the pool cannot serve it, `Overloaded` if too many wait.
+        Raises `ValueError` if the model or the pool cannot serve it, `Overloaded` if too many wait,
+        `RuntimeError` while the weights are not whole (`update_weights`).
         """
+        if self._fault is not None:
+            raise RuntimeError(self._fault)
         self._check(request)
         root = root_hash(self.weights_version, request.cache_salt)
         sequence = Sequence(request=request, root=root, arrival=self._clock())
@@ -150,6 +154,7 @@ class Engine:
         """End a sequence and free its pages; one that has ended stays as it is."""
         if sequence.finish_reason is None:
             self._finish(sequence, "abort")
+            self._rest_if_idle()
 
     def step(self) -> list[tuple[Sequence, NewToken | None]]:
         """Advance everything that runs; the new tokens, None for a reply that ended in an error.
@@ -158,6 +163,8 @@ class Engine:
         its last ones, the end being the last of `new_tokens`.
         """
         start = self._clock()
+        if self._fault is not None:
+            return self._end_all()
         plan = self.scheduler.plan(self._drafts())
         if plan is None:
             return []
@@ -186,6 +193,7 @@ class Engine:
                 ]
             )
         self.cache.end_step()
+        self._rest_if_idle()
         self.stats.num_steps += 1
         self.stats.computed_tokens += plan.num_tokens
         self.stats.busy_s += self._clock() - start
@@ -213,17 +221,38 @@ class Engine:
         Running replies go on with the state they have; their later tokens carry the new version
         (but for the next one of each where a step is computed ahead).
         Nothing computed before is ever reused. Raises `ValueError` for the version it has.
+
+        If `apply` raises, the weights may be half of each: all replies end in an error with the
+        next step, and requests are refused until another call succeeds.
         """
         if version == self.weights_version:
             raise ValueError(f"version={version!r}: the engine has it already; give a new one")
+        self._fault = (
+            f"weights: the update from version {self.weights_version!r} to {version!r} failed half "
+            "way; call update_weights again with whole weights"
+        )
         apply(self.model)
         self.runner.renew()
+        self._fault = None
         self.weights_version = version
         self.cache.forget()
         for sequence in self.scheduler.waiting:
             sequence.root = root_hash(version, sequence.request.cache_salt)
             sequence.chain.clear()
             sequence.extend_chain(self.layout.hash_block)
+
+    def _end_all(self) -> list[tuple[Sequence, NewToken | None]]:
+        """End every sequence in an error."""
+        ended = [*self.scheduler.running, *self.scheduler.waiting]
+        for sequence in ended:
+            self._finish(sequence, "error")
+        self._rest_if_idle()
+        return [(sequence, None) for sequence in ended]
+
+    def _rest_if_idle(self) -> None:
+        """Keep no sequence alive that nobody waits for."""
+        if self.is_idle:
+            self.runner.rest()
 
     def _drafts(self) -> dict[Sequence, list[int]]:
         """Guesses for the sequences that decode."""

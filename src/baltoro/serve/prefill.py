@@ -121,6 +121,7 @@ class PrefillBatch:
         # of each part: pages of the states before it, and behind it
         pages = (2, 2, num_groups, MAX_SEQUENCES + 1)
         self.states = torch.zeros(pages, dtype=torch.int64, device=device)
+        self.is_ready = False  # to be run
         self.live: PagedCache | None = None  # the pack itself, for attention
         self.order_T: Tensor | None = None
         self._caches = {size: _FixedCache(self, size) for size in self.sizes}
@@ -144,7 +145,8 @@ class PrefillBatch:
     def capture(self) -> None:
         """Make the graphs, on a GPU; call it again when weights have become other tensors."""
         device = self.pool.pages.device
-        if device.type != "cuda":
+        self.is_ready = device.type != "cuda"
+        if self.is_ready:
             return
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
@@ -159,6 +161,7 @@ class PrefillBatch:
                 cache.recorder.end()
                 cache.steps, cache.recorder = cache.recorder.steps, None
         torch.cuda.current_stream(device).wait_stream(stream)
+        self.is_ready = True
 
     @torch.inference_mode()
     def run(self, spans: Sequence[Span], tokens_of: Callable[[Piece], Sequence[int]]) -> Prefilled:

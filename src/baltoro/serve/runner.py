@@ -108,11 +108,17 @@ class Runner:
 
     def renew(self) -> None:
         """The model's weights may have become other tensors; call it before the next step."""
-        if self.batch is not None:
-            is_new = self.batch.prepare()
-            self._placed = []
-            if is_new and self.packs is not None:
-                self.packs.capture()
+        if self.batch is None:
+            return
+        self._placed = []
+        is_new = self.batch.prepare()
+        if self.packs is not None and (is_new or not self.packs.is_ready):
+            self.packs.capture()
+
+    def rest(self) -> None:
+        """Nothing runs any more: forget what was computed ahead, and the sequences of the rows."""
+        self._ahead, self._drawing = None, None
+        self._placed, self._num_pages, self._bounds = [], [], []
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, weights_version: str) -> StepOutput:
