@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from ops.hopper import resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 
+from baltoro.ops.moe import few
 from baltoro.ops.moe import triton as kernels
 from baltoro.ops.triton import padded_width
 
@@ -74,6 +75,42 @@ def test_the_choice_compiles_without_lost_registers(num_experts, num_active, is_
     assert resources(kernels.choose_kernel, arguments, num_warps).stack_bytes == 0
 
 
+@pytest.mark.parametrize("is_softmax", [False, True])
+@pytest.mark.parametrize(("num_experts", "num_active"), SIZES)
+def test_the_gradient_of_the_choice_compiles_without_lost_registers(
+    num_experts, num_active, is_softmax
+):
+    rows, num_warps = kernels.choice_shape(num_experts)
+    arguments = {
+        "scores": "*fp32", "ids": "*i64", "d_scores": "*fp32", "d_weights": "*fp32",
+        "d_logits": "*fp32", "num_tokens": "i32", "scaling": "fp32", "E": num_experts,
+        "A": num_active, "BE": padded_width(num_experts), "BA": padded_width(num_active),
+        "R": rows, "IS_SOFTMAX": is_softmax, "IS_RENORMALIZED": True,
+    }  # fmt: skip
+    assert resources(kernels.choose_backward_kernel, arguments, num_warps).stack_bytes == 0
+
+
+@pytest.mark.parametrize(("num_experts", "num_active"), SIZES)
+def test_the_order_of_many_compiles_without_lost_registers(num_experts, num_active):
+    padded = max(32, padded_width(num_experts))
+    counting = {
+        "ids": "*i64", "counts": "*i32", "num_pairs": "i32", "E": num_experts, "BE": padded,
+        "B": kernels.COUNTED,
+    }  # fmt: skip
+    first = {
+        "counts": "*i32", "firsts": "*i32", "stops": "*i32", "num_blocks": "i32",
+        "E": num_experts, "BE": padded, "R": max(1, 4096 // padded),
+    }  # fmt: skip
+    placing = {
+        "ids": "*i64", "firsts": "*i32", "token": "*i64", "pair": "*i64", "row": "*i64",
+        "num_pairs": "i32", "E": num_experts, "A": num_active, "B": kernels.COUNTED,
+        "C": kernels.COMPARED,
+    }  # fmt: skip
+    assert resources(kernels.count_kernel, counting, kernels.WARPS).stack_bytes == 0
+    assert resources(kernels.first_kernel, first, 2 * kernels.WARPS).stack_bytes == 0
+    assert resources(kernels.place_kernel, placing, 2 * kernels.WARPS).stack_bytes == 0
+
+
 @pytest.mark.parametrize("block", [16, 256, kernels.SORT_BLOCK])
 def test_the_order_compiles_without_lost_registers(block):
     arguments = {
@@ -81,3 +118,31 @@ def test_the_order_compiles_without_lost_registers(block):
         "slots": "*i32", "num_pairs": "i32", "A": 6, "B": block, "N": 16,
     }  # fmt: skip
     assert resources(kernels.sort_kernel, arguments, kernels.WARPS).stack_bytes == 0
+
+
+@pytest.mark.parametrize("num_pairs", [1, 100, 600, 1500, 6000])
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize(("latent", "inner"), [(384, 448), (3584, 3072)])
+def test_the_experts_of_few_tokens_compile_without_lost_registers(
+    latent, inner, is_packed, num_pairs
+):
+    first, second = few.tiles(num_pairs, 64, is_packed)
+    is_single = num_pairs == 1
+    common = {
+        "weight": "*u8" if is_packed else "*bf16", "scale": "*u8" if is_packed else None,
+        "ids": "*i64", "pair": None if is_single else "*i64",
+        "slots": None if is_single else "*i32", "stops": None if is_single else "*i32",
+        "act": "*bf16", "Z": latent, "F": inner, "IS_PACKED": is_packed, "IS_SINGLE": is_single,
+        "IS_PLAIN": False,
+    }  # fmt: skip
+    gate_up = {
+        "x": "*bf16", "beta": "fp32", "linear_beta": "fp32", "A": 6, "IS_SITU": True,
+        "IS_CAPPED": True,
+    }  # fmt: skip
+    for kernel, tile, own in (
+        (few.gate_up_kernel, first, gate_up),
+        (few.down_kernel, second, {"y": "*bf16"}),
+    ):
+        sizes = few._sizes(tile)
+        num_warps = sizes.pop("num_warps")
+        assert resources(kernel, {**common, **own, **sizes}, num_warps).stack_bytes == 0

@@ -235,7 +235,7 @@ def tiles(num_pairs: int, num_experts: int, is_packed: bool) -> tuple[Tile, Tile
     """Programs of both products, for slots of one size."""
     mean = num_pairs / num_experts
     tokens = 8 if mean <= 4 else 16 if mean <= 10 else 32 if mean <= 40 else 64
-    return (Tile(64, tokens, 128, 2, 3),) * 2
+    return (Tile(64, tokens, 128, 4 if tokens == 64 else 2, 3),) * 2
 
 
 def moe_experts(

@@ -31,7 +31,7 @@ SUM_EPS = tl.constexpr(1e-20)  # of the released code, in the renormalisation
 MAX_EXPERTS = 1024  # scores of a token in one program
 MAX_SORTED = 8192  # pairs that every expert looks through
 SORT_BLOCK = 1024
-COUNTED = 512  # pairs of a block, where blocks are counted
+COUNTED, COMPARED = 512, 16  # pairs of a block, where blocks are counted; others at once
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def glu_parts(gate, up, beta, linear_beta, IS_SITU: tl.constexpr, IS_CAPPED: tl.
     return factor, slope, up, tl.full(up.shape, 1.0, tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def glu_kernel(
     inner, act, num_rows, beta, linear_beta,
     F: tl.constexpr, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr,
@@ -80,7 +80,7 @@ def glu_kernel(
     tl.store(target, (factor * up_factor).to(act.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def glu_backward_kernel(
     d_act, inner, weight, pair, d_inner, act, d_weight, num_rows, beta, linear_beta,
     F: tl.constexpr, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr,
@@ -112,7 +112,7 @@ def glu_backward_kernel(
     tl.store(d_weight + pairs, total, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def combine_kernel(
     values, row, weights, out, num_tokens,
     A: tl.constexpr, Z: tl.constexpr, IS_WEIGHTED: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
@@ -136,7 +136,7 @@ def combine_kernel(
     tl.store(target, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def choose_kernel(
     logits, bias, scores, ids, weights, num_tokens, scaling,
     E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, R: tl.constexpr,
@@ -180,7 +180,7 @@ def choose_kernel(
     tl.store(ids + places, best_ids.to(tl.int64), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def choose_backward_kernel(
     scores, ids, d_scores, d_weights, d_logits, num_tokens, scaling,
     E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, R: tl.constexpr,
@@ -217,7 +217,7 @@ def choose_backward_kernel(
     tl.store(d_logits + places, d_logit, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def sort_kernel(
     ids, token, pair, row, stops, slots, num_pairs,
     A: tl.constexpr, B: tl.constexpr, N: tl.constexpr,
@@ -252,7 +252,7 @@ def sort_kernel(
             tl.store(slots + 2 * slot + 1, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_kernel(ids, counts, num_pairs, E: tl.constexpr, BE: tl.constexpr, B: tl.constexpr):
     """How many pairs of a block each expert has, `[blocks, E]`; grid (blocks)."""
     pairs = tl.program_id(0) * B + tl.arange(0, B)
@@ -263,7 +263,7 @@ def count_kernel(ids, counts, num_pairs, E: tl.constexpr, BE: tl.constexpr, B: t
     tl.store(counts + tl.program_id(0) * E + experts, count, mask=experts < E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def first_kernel(
     counts, firsts, stops, num_blocks, E: tl.constexpr, BE: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
@@ -287,7 +287,7 @@ def first_kernel(
         first += tl.sum(count, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def place_kernel(
     ids, firsts, token, pair, row, num_pairs,
     E: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
@@ -296,11 +296,11 @@ def place_kernel(
     begin = tl.program_id(0) * B
     pairs = begin + tl.arange(0, B)
     is_pair = pairs < num_pairs
-    found = tl.load(ids + pairs, mask=is_pair, other=0)
+    found = tl.load(ids + pairs, mask=is_pair, other=0).to(tl.int32)
     place = tl.load(firsts + tl.program_id(0) * E + found, mask=is_pair, other=0)
     for other_begin in tl.range(begin, begin + B, C):
         others = other_begin + tl.arange(0, C)
-        other = tl.load(ids + others, mask=others < num_pairs, other=-1)
+        other = tl.load(ids + others, mask=others < num_pairs, other=-1).to(tl.int32)
         is_before = (other[None, :] == found[:, None]) & (others[None, :] < pairs[:, None])
         place += tl.sum(is_before.to(tl.int32), 1)
     place = place.to(tl.int64)
@@ -392,12 +392,12 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     enqueue(
         first_kernel, (1,),
         counts, firsts, stops, num_blocks, E=num_experts, BE=padded, R=max(1, 4096 // padded),
-        num_warps=8,
+        num_warps=2 * WARPS,
     )  # fmt: skip
     enqueue(
         place_kernel, (num_blocks,),
         expert_ids, firsts, token, pair, row, num_pairs, E=num_experts, A=num_active, B=COUNTED,
-        C=32, num_warps=WARPS,
+        C=COMPARED, num_warps=2 * WARPS,
     )  # fmt: skip
     return token, pair, row, stops
 
