@@ -19,7 +19,7 @@ from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.pages import Table
 from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.request import Request, Sequence
-from baltoro.serve.resident import Place, ResidentBatch, ladder
+from baltoro.serve.resident import OPERATORS, Place, ResidentBatch, ladder, waiting_operators
 from baltoro.serve.sampling import Penalties, Sampling
 from baltoro.serve.scheduler import SchedulerConfig
 from baltoro.serve.thinking import ThinkingCap
@@ -330,6 +330,26 @@ def test_drafts_and_unknown_forms_are_refused() -> None:
         EngineConfig(decode="resident", speculation=SpeculationConfig(draft="ngram"))
     with pytest.raises(ValueError, match="decode='lazy': must be 'eager' or 'resident'"):
         EngineConfig(decode="lazy")  # type: ignore[arg-type]
+
+
+def test_operators_that_a_graph_cannot_hold_are_named() -> None:
+    plain, kernels = tiny_k3(), preset("nano")
+    assert waiting_operators(plain, OPERATORS) == [
+        "kda_decode='torch'",
+        "attention_decode='torch'",
+        "moe='torch'",
+    ]
+    assert waiting_operators(replace(kernels, impl=gpu_impl(kernels)), OPERATORS) == []
+    dense = replace(plain, moe=None)
+    assert "moe='torch'" not in waiting_operators(dense, OPERATORS)
+
+
+@pytest.mark.gpu
+def test_rows_without_kernels_are_refused_before_a_graph_is_begun() -> None:
+    with torch.device("cuda"):
+        model = Model(tiny_k3()).eval()
+    with pytest.raises(ValueError, match="decode='resident': kda_decode='torch', attention"):
+        Engine(model, EngineConfig(decode="resident"))
 
 
 def on_the_gpu() -> Model:

@@ -10,6 +10,7 @@ the host in between. On a CPU the same rows go through the same call, without gr
 N is the most sequences of a pack, G the groups of KDA layers that share a page.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,10 +22,13 @@ from baltoro.model.cache import Attend
 from baltoro.model.model import Model
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool, Part, Piece, Span, packed
+from baltoro.serve.resident import waiting_operators
+
+logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 8
 MAX_TOKENS = 8192  # beyond, the device takes longer than the host
-MIN_TOKENS = 64
+OPERATORS = ("kda", "short_conv", "moe")  # of a prefill that may look at values
 
 
 def ladder(max_tokens: int) -> tuple[int, ...]:
@@ -112,6 +116,10 @@ class PrefillBatch:
         self.model = model
         self.pool = pool
         self.sizes = ladder(max_tokens)
+        waits = waiting_operators(model.config, OPERATORS)
+        if waits and device.type == "cuda":
+            logger.warning("prefill: no graphs, since %s waits for the host", ", ".join(waits))
+            self.sizes = ()
         self._has_cuts = has_cuts
         num_rows = max((size + self.num_tail_rows(size) for size in self.sizes), default=0)
         num_groups = len(pool.layout.state_groups)

@@ -15,12 +15,25 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baltoro.model.config import ModelConfig
 from baltoro.model.model import Model
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool
 
 FED = -1  # in the place of a token: the one that was fed from the device
+OPERATORS = ("kda_decode", "attention_decode", "moe")  # of a step that may look at values
+_WAITING_IMPLS = ("reference", "torch")
 WARM_UPS = 2  # calls before a capture: kernels are built, libraries choose theirs
+
+
+def waiting_operators(config: ModelConfig, operators: Sequence[str]) -> list[str]:
+    """Those of `operators` whose implementation reads values on the host, as `name='impl'`.
+
+    A CUDA graph cannot hold them.
+    """
+    used = [name for name in operators if name != "moe" or config.moe is not None]
+    impls = {name: str(getattr(config.impl, name)) for name in used}
+    return [f"{name}={impl!r}" for name, impl in impls.items() if impl in _WAITING_IMPLS]
 
 
 class Place(NamedTuple):
@@ -77,12 +90,17 @@ class ResidentBatch:
         """Join the model's projections; on a GPU make the graphs too, if those there read others.
 
         Call it again when weights may have become other tensors. What the rows held is lost.
-        Returns whether graphs were made.
+        Returns whether graphs were made. Raises `ValueError` where an operator forbids them.
         """
         device = self.pool.pages.device
         self.model.join_projections()
         if device.type != "cuda" or self._addresses() == self._captured:
             return False
+        if waits := waiting_operators(self.model.config, OPERATORS):
+            raise ValueError(
+                f"decode='resident': {', '.join(waits)} of the model's impl waits for the host, "
+                "which a CUDA graph cannot; use kernels (impl 'triton') or decode='eager'"
+            )
         self._graphs = {}
         for tensor in (self.tokens, self.positions, self.is_used, self.slots, self.page_table):
             tensor.zero_()
