@@ -7,8 +7,11 @@ from the inputs that each layer recorded. A is the tokens that stay.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -102,6 +105,9 @@ def _copy_pages(pages: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         torch._foreach_copy_([pages[i] for i in targets], [pages[i] for i in sources])
 
 
+Ints = npt.NDArray[np.int64]
+
+
 class Span(NamedTuple):
     """Tokens of one sequence in one model call."""
 
@@ -131,15 +137,15 @@ class Pack(NamedTuple):
     """Where the new tokens of some sequences stand, on the host; T counts them piece by piece."""
 
     pieces: list[list[Piece]]  # those of a list stand one behind the other
-    owner_T: Tensor  # their sequence
-    row_T: Tensor  # of the pack
-    page_T: Tensor  # where their latents go
-    place_T: Tensor  # in that page
+    owner_T: Ints  # their sequence
+    row_T: Ints  # of the pack
+    page_T: Ints  # where their latents go
+    place_T: Ints  # in that page
 
     @property
-    def order_T(self) -> Tensor:
+    def order_T(self) -> Ints:
         """Rows of the pack in the order of the sequences and their tokens."""
-        return self.row_T[torch.argsort(self.owner_T, stable=True)]
+        return self.row_T[np.argsort(self.owner_T, kind="stable")]
 
 
 class Part(NamedTuple):
@@ -174,16 +180,22 @@ def packed(spans: Sequence[Span], page_size: int, tail_row: int | None = None) -
     """The new tokens of sequences, those behind cuts after all others (`pieces_of`)."""
     pieces = pieces_of(spans, tail_row)
     in_order = [piece for part in pieces for piece in part]
-    counts = torch.tensor([piece.stop - piece.start for piece in in_order])
-    first = torch.tensor([[p.number, p.row, p.start] for p in in_order]).T
-    owner_T, row_T, position_T = first.repeat_interleave(counts, 1)
-    within_T = torch.arange(len(owner_T)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    position_T = position_T + within_T
+    counts = np.array([piece.stop - piece.start for piece in in_order])
     tables = [span.table.kv_pages for span in spans]
-    starts = torch.tensor([0, *(len(pages) for pages in tables)]).cumsum(0)
-    pages = torch.tensor([page for pages in tables for page in pages])
-    page_T = pages[starts[owner_T] + position_T // page_size]
+    bounds = list(accumulate((len(pages) for pages in tables), initial=0))
+    firsts = [[p.number, p.row, p.start, bounds[p.number]] for p in in_order]
+    owner_T, row_T, position_T, table_T = np.repeat(np.array(firsts).T, counts, axis=1)
+    within_T = np.arange(len(owner_T)) - np.repeat(counts.cumsum() - counts, counts)
+    position_T = position_T + within_T
+    pages = np.array([page for pages in tables for page in pages])
+    page_T = pages[table_T + position_T // page_size]
     return Pack(pieces, owner_T, row_T + within_T, page_T, position_T % page_size)
+
+
+def sent(numbers: Ints, device: torch.device) -> Tensor:
+    """A copy on a device, for which a GPU need not have come as far as here."""
+    x = torch.from_numpy(numbers)
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 class PagedCache:
@@ -215,12 +227,11 @@ class PagedCache:
         self._pages_NP = torch.tensor(padded, dtype=torch.int32, device=device)
         self._lengths_N = torch.tensor(self._stops, dtype=torch.int32, device=device)
         self._cu_seqlens = torch.tensor([0, *(stop - start for _, start, stop in spans)]).cumsum(0)
-        self._new_pages_T = pack.page_T.to(device)
-        self._new_rows_T = pack.place_T.to(device)
+        self._new_pages_T, self._new_rows_T = sent(np.stack([pack.page_T, pack.place_T]), device)
         # rows of the pack by sequence; None where they are
         self._order_T: Tensor | None = None
         if len(self.pieces) > 1 and len(spans) > 1:
-            self._order_T = pack.order_T.to(device)
+            self._order_T = sent(pack.order_T, device)
         self._parts = [_part(pieces, device) for pieces in self.pieces]
 
     def prefill_kda(

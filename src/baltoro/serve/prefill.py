@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baltoro.model.cache import Attend
 from baltoro.model.model import Model
 from baltoro.serve.pages import Table
-from baltoro.serve.pool import PagedCache, PagePool, Part, Piece, Span, packed
+from baltoro.serve.pool import PagedCache, PagePool, Part, Piece, Span, packed, sent
 from baltoro.serve.resident import waiting_operators
 
 logger = logging.getLogger(__name__)
@@ -199,36 +200,32 @@ class PrefillBatch:
         num_tail_rows = self.num_tail_rows(size)
         num_rows = size + num_tail_rows
         pack = packed(spans, self.pool.layout.page_size, tail_row=size)
-        rows = torch.zeros((3, num_rows), dtype=torch.int64)
-        bounds = torch.zeros(self.bounds.shape, dtype=torch.int32)
-        states = torch.zeros(self.states.shape, dtype=torch.int64)
-        bounds[:, -1] = torch.tensor([size, num_tail_rows])
+        rows = np.zeros((3, num_rows), np.int64)
+        bounds = np.zeros(self.bounds.shape, np.int64)
+        states = np.zeros(self.states.shape, np.int64)
+        bounds[:, -1] = size, num_tail_rows
         ids, ends = list[int](), [0] * len(spans)
         for part, pieces in enumerate(pack.pieces):
             counts = [piece.stop - piece.start for piece in pieces]
             starts = list(accumulate(counts, initial=0))
             starts += [starts[-1]] * (MAX_SEQUENCES - len(pieces))
-            bounds[part, :-1] = torch.tensor(starts)
-            for place, pages in enumerate(([p.source for p in pieces], [p.target for p in pieces])):
-                states[part, place, :, : len(pieces)] = torch.tensor(pages).T
+            bounds[part, :-1] = starts
+            states[part, 0, :, : len(pieces)] = np.array([piece.source for piece in pieces]).T
+            states[part, 1, :, : len(pieces)] = np.array([piece.target for piece in pieces]).T
             for piece in pieces:
                 ids += tokens_of(piece)
                 ends[piece.number] = piece.row + piece.stop - piece.start
-        rows[:, pack.row_T] = torch.stack([torch.tensor(ids), pack.page_T, pack.place_T])
-        rows = _sent(rows, device)
-        self.tokens[:num_rows] = rows[0]
-        self.places[:, :num_rows] = rows[1:]
-        self.bounds.copy_(_sent(bounds, device))
-        self.states.copy_(_sent(states, device))
-        self.order_T = _sent(pack.order_T, device)
+        rows[:, pack.row_T] = ids, pack.page_T, pack.place_T
+        parts = (rows.ravel(), states.ravel(), bounds.ravel(), pack.order_T)
+        on_device = sent(np.concatenate(parts), device).split([part.size for part in parts])
+        rows_3T = on_device[0].view(rows.shape)
+        self.tokens[:num_rows] = rows_3T[0]
+        self.places[:, :num_rows] = rows_3T[1:]
+        self.states.copy_(on_device[1].view(states.shape))
+        self.bounds.copy_(on_device[2].view(bounds.shape))
+        self.order_T = on_device[3]
         self.live = PagedCache(self.pool, "prefill", spans)
         return ends
-
-
-def _sent(x: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return x
-    return x.pin_memory().to(device, non_blocking=True)
 
 
 def _nobody(pool: PagePool, size: int) -> Span:
