@@ -192,10 +192,13 @@ def packed(spans: Sequence[Span], page_size: int, tail_row: int | None = None) -
     return Pack(pieces, owner_T, row_T + within_T, page_T, position_T % page_size)
 
 
-def sent(numbers: Ints, device: torch.device) -> Tensor:
-    """A copy on a device, for which a GPU need not have come as far as here."""
-    x = torch.from_numpy(numbers)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+def sent(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
+    """Copies of arrays of one dtype on a device, in one transfer that waits for nothing."""
+    x = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+    if device.type == "cuda":
+        x = x.pin_memory().to(device, non_blocking=True)
+    parts = x.split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 class PagedCache:
@@ -215,24 +218,37 @@ class PagedCache:
         size, device = pool.layout.page_size, pool.pages.device
         self._starts = [span.start for span in spans]
         self._stops = [span.stop for span in spans]
-        self._state_pages_GN = torch.tensor(
-            [span.table.state_pages for span in spans], device=device
-        ).T.contiguous()
         counts = [-(-stop // size) for stop in self._stops]
         padded = [
             span.table.kv_pages[:count] + [0] * (max(counts) - count)
             for span, count in zip(spans, counts, strict=True)
         ]
         self._counts = counts
-        self._pages_NP = torch.tensor(padded, dtype=torch.int32, device=device)
-        self._lengths_N = torch.tensor(self._stops, dtype=torch.int32, device=device)
+        self._pages_NP, self._lengths_N, *bounds = sent(
+            [np.array(x, np.int32) for x in (padded, self._stops, *map(_bounds, pack.pieces))],
+            device,
+        )
+        self._state_pages_GN, new_2T, order_T, *pages = sent(
+            [
+                np.array([span.table.state_pages for span in spans]).T,
+                np.stack([pack.page_T, pack.place_T]),
+                pack.order_T,
+                *map(_pages, pack.pieces),
+            ],
+            device,
+        )
         self._cu_seqlens = torch.tensor([0, *(stop - start for _, start, stop in spans)]).cumsum(0)
-        self._new_pages_T, self._new_rows_T = sent(np.stack([pack.page_T, pack.place_T]), device)
+        self._new_pages_T, self._new_rows_T = new_2T
         # rows of the pack by sequence; None where they are
-        self._order_T: Tensor | None = None
-        if len(self.pieces) > 1 and len(spans) > 1:
-            self._order_T = sent(pack.order_T, device)
-        self._parts = [_part(pieces, device) for pieces in self.pieces]
+        is_mixed = len(self.pieces) > 1 and len(spans) > 1
+        self._order_T = order_T if is_mixed else None
+        firsts = [pieces[0].row for pieces in self.pieces]
+        self._parts = [
+            Part(slice(first, stop), cu_seqlens, *sources_and_targets)
+            for first, stop, cu_seqlens, sources_and_targets in zip(
+                firsts, [*firsts[1:], len(order_T)], bounds, pages, strict=True
+            )
+        ]
 
     def prefill_kda(
         self, layer_idx: int, scan: KdaScan, inputs: ScanInputs, cu_seqlens: Tensor
@@ -284,17 +300,15 @@ class PagedCache:
         return torch.tensor([start == 0 for start in self._starts])
 
 
-def _part(pieces: Sequence[Piece], device: torch.device) -> Part:
-    first, last = pieces[0].row, pieces[-1]
-    bounds = [*(piece.row - first for piece in pieces), last.row + last.stop - last.start - first]
+def _bounds(pieces: Sequence[Piece]) -> list[int]:
+    """Where the pieces of a part begin, from its first token, and where the last one ends."""
+    return list(accumulate((piece.stop - piece.start for piece in pieces), initial=0))
+
+
+def _pages(pieces: Sequence[Piece]) -> Ints:
+    """Pages of the states before and behind the pieces, `[2, G, n]`."""
     pages = [[piece.source for piece in pieces], [piece.target for piece in pieces]]
-    sources_NG, targets_NG = torch.tensor(pages).to(device)
-    return Part(
-        slice(first, first + bounds[-1]),
-        torch.tensor(bounds, dtype=torch.int32, device=device),
-        sources_NG.T.contiguous(),
-        targets_NG.T.contiguous(),
-    )
+    return np.array(pages).transpose(0, 2, 1)
 
 
 class VerifyCache(PagedCache):

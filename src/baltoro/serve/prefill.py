@@ -216,14 +216,13 @@ class PrefillBatch:
                 ids += tokens_of(piece)
                 ends[piece.number] = piece.row + piece.stop - piece.start
         rows[:, pack.row_T] = ids, pack.page_T, pack.place_T
-        parts = (rows.ravel(), states.ravel(), bounds.ravel(), pack.order_T)
-        on_device = sent(np.concatenate(parts), device).split([part.size for part in parts])
-        rows_3T = on_device[0].view(rows.shape)
+        rows_3T, new_states, new_bounds, self.order_T = sent(
+            [rows, states, bounds, pack.order_T], device
+        )
         self.tokens[:num_rows] = rows_3T[0]
         self.places[:, :num_rows] = rows_3T[1:]
-        self.states.copy_(on_device[1].view(states.shape))
-        self.bounds.copy_(on_device[2].view(bounds.shape))
-        self.order_T = on_device[3]
+        self.states.copy_(new_states)
+        self.bounds.copy_(new_bounds)
         self.live = PagedCache(self.pool, "prefill", spans)
         return ends
 

@@ -16,13 +16,14 @@ from collections.abc import Sequence as Series
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baltoro.model.model import Model
 from baltoro.ops.draw import draw_tokens
 from baltoro.serve.pages import Table
-from baltoro.serve.pool import PagedCache, PagePool, Piece, Span, VerifyCache
+from baltoro.serve.pool import PagedCache, PagePool, Piece, Span, VerifyCache, sent
 from baltoro.serve.prefill import PrefillBatch
 from baltoro.serve.request import Constraint, NewToken, Sequence
 from baltoro.serve.resident import FED, Place, ResidentBatch
@@ -263,7 +264,7 @@ class Runner:
         assert self.packs is not None
         hidden_TD, last = self.packs.run(_spans(works), lambda p: _tokens(works[p.number], p))
         rows = [row for work, row in zip(works, last, strict=True) if work.is_sampled]
-        return hidden_TD[torch.tensor(rows, dtype=torch.int64).to(self.device)]
+        return hidden_TD[sent([np.array(rows, np.int64)], self.device)[0]]
 
     def _forward(self, works: Series[Work], cache: PagedCache) -> tuple[Tensor, Tensor]:
         """Hidden states `[N, D]` of the rows to draw, and all mixtures `[T, D]`."""
@@ -278,11 +279,10 @@ class Runner:
             if work.is_sampled
             for row in range(end - 1 - len(work.draft), end)
         ]
-        tokens_T = torch.tensor(ids, device=self.device)
         bounds = list(accumulate((work.end - work.start for work in works), initial=0))
-        cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=self.device)
+        tokens_T, rows = sent([np.array(x, np.int64) for x in (ids, last)], self.device)
+        (cu_seqlens,) = sent([np.array(bounds, np.int32)], self.device)
         output = self.model(tokens_T, cu_seqlens, cache, self._features(works, pieces))
-        rows = torch.tensor(last, dtype=torch.int64, device=self.device)
         return output.hidden[rows], cache.by_sequence(output.mixture)
 
     def _features(self, works: Series[Work], pieces: Series[Piece]) -> Tensor | None:
