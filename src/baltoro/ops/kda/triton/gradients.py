@@ -19,9 +19,10 @@ import triton.language as tl
 from .tiles import (
     CHUNK,
     LEVELS,
+    is_second,
     joins,
-    level_factor,
     level_steps,
+    lifted,
     load_log2_gate,
     softplus,
     sum_where,
@@ -162,30 +163,37 @@ def gradients_kernel(
         q_CK *= q_norm[:, None]
         k_CK *= k_norm[:, None]
     q_CK *= scale
-    decay = tl.exp2(sum_where(cols[None, :] <= rows[:, None], gate, 3))
-    dq_CK *= decay
-    dk_CK *= -decay
-    wk_CK *= tl.exp2(sum_where(cols[None, :] > rows[:, None], gate, 3))
-    dg_CK = sum_where(cols[None, :] >= rows[:, None], q_CK * dq_CK + k_CK * dk_CK, PARTS)
-    dg_CK += sum_where(cols[None, :] < rows[:, None], k_CK * wk_CK, PARTS) + through[None, :]
-    own_C = tl.load(products + chunk * 3 * CHUNK + rows)
-    dq_CK += own_C[:, None] * k_CK
-    dk_CK += own_C[:, None] * q_CK + wk_CK
 
     # second rows of a level take dAqk from the keys of first ones, first rows from their queries
     pair = pairs + chunk * 2 * CHUNK * CHUNK + rows[:, None] * CHUNK + cols[None, :]
+    own_C = tl.load(products + chunk * 3 * CHUNK + rows)
+    pair_q = own_C[:, None] * k_CK
+    pair_k = own_C[:, None] * q_CK
+    dg_CK = tl.zeros([CHUNK, BK], tl.float32)
+    since = gate
+    until = tl.zeros_like(gate)
     for level in tl.range(0, LEVELS, num_stages=1):
-        factor = level_factor(gate, rows, cols, level)
+        second = is_second(rows, level)
+        factor = tl.exp2(tl.where(second, since, until))
         is_pair = joins(rows, cols, level)
-        is_second = ((rows >> level) % 2 == 1)[:, None]
-        other_CK = tl.where(is_second, q_CK, k_CK)
+        other_CK = tl.where(second, q_CK, k_CK)
         dA = tl.load(pair, mask=is_pair, other=0.0)
         t = tl.dot(dA, (other_CK * factor).to(low), input_precision=PRECISION) * factor
         dA = tl.load(pair + CHUNK * CHUNK, mask=is_pair, other=0.0)
         tk = tl.dot(dA, (k_CK * factor).to(low), input_precision=PRECISION) * factor
         dg_CK += level_steps(other_CK * t + k_CK * tk, rows, cols, level, PARTS)
-        dq_CK += tl.where(is_second, t, 0.0)
-        dk_CK += tl.where(is_second, 0.0, t) + tk
+        pair_q += tl.where(second, t, 0.0)
+        pair_k += tl.where(second, 0.0, t) + tk
+        since, until = lifted(since, until, rows, level)
+
+    decay = tl.exp2(since)
+    dq_CK *= decay
+    dk_CK *= -decay
+    wk_CK *= tl.exp2(until)
+    dg_CK += sum_where(cols[None, :] >= rows[:, None], q_CK * dq_CK + k_CK * dk_CK, PARTS)
+    dg_CK += sum_where(cols[None, :] < rows[:, None], k_CK * wk_CK, PARTS) + through[None, :]
+    dq_CK += pair_q
+    dk_CK += pair_k + wk_CK
     if FROM_LOGITS:
         y = tl.load(g + head + offsets, mask=is_valid, other=0.0).to(tl.float32) + bias
         if IS_BOUNDED:

@@ -22,7 +22,6 @@ C = CHUNK.value
 SM90_DIMS = (64, 128)
 SM90_COLUMNS = 64  # value columns of a Hopper scan, key channels of a Hopper gradient strip
 PORTABLE_COLUMNS = 16
-KEY_COLUMNS = 32  # key channels of a portable strip
 VALUE_COLUMNS = 64  # value columns at a time of the portable gradients
 
 
@@ -159,9 +158,9 @@ def run_forward(
         )
     elif M > 0:
         prep_kernel[(H, M)](
-            *prep_arguments, K=K, BK=min(K, KEY_COLUMNS), FROM_LOGITS=from_logits,
+            *prep_arguments, K=K, BK=min(K, PORTABLE_COLUMNS), FROM_LOGITS=from_logits,
             IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
-            PRECISION="tf32x3", num_warps=4, num_stages=1,
+            PRECISION="tf32x3", num_warps=2, num_stages=1,
         )  # fmt: skip
     scan_arguments = (
         *saved[:7], v, initial_state, saved.offsets, cu_seqlens, o, saved.v_new, saved.states,
@@ -264,7 +263,7 @@ def portable_gradients(
         V=V, BV=min(V, VALUE_COLUMNS), FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
         PRECISION="tf32x3", num_warps=4, num_stages=1,
     )  # fmt: skip
-    columns = min(K, KEY_COLUMNS if is_low else PORTABLE_COLUMNS)
+    columns = min(K, PORTABLE_COLUMNS)
     gradients_kernel[(H * K // columns, M)](
         q, k, g, do, grads.dv, saved.v_new, saved.states, d_states, saved.gamma, saved.norms, pairs,
         products, gate.a_log, gate.dt_bias, saved.table, grads.dq, grads.dk, grads.dg, *parts,
@@ -272,5 +271,5 @@ def portable_gradients(
         K=K, V=V, BK=columns, BV=min(V, VALUE_COLUMNS), FROM_LOGITS=from_logits,
         IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
         IS_TRANSPOSED=serves_sm90(q, v), PARTS=2 if is_low else 3,
-        PRECISION="tf32x3", num_warps=4, num_stages=1,
+        PRECISION="tf32x3", num_warps=2, num_stages=1,
     )  # fmt: skip

@@ -9,23 +9,15 @@ so that nothing grows: every entry of the inverse is in [-1, 1].
 import triton
 import triton.language as tl
 
-from .tiles import CHUNK, LEVELS, MIN_BETA, joins, level_factor, load_log2_gate, sum_where
-
-
-@triton.jit
-def joined_block(L, rows, cols, B: tl.constexpr):
-    """The part of L [C, C] that joins blocks of B rows: second's rows, first's columns."""
-    is_pair = (rows // (2 * B))[:, None] == (cols // (2 * B))[None, :]
-    is_lower = ((rows // B) % 2 == 1)[:, None] & ((cols // B) % 2 == 0)[None, :]
-    return tl.where(is_pair & is_lower, L, 0.0)
+from .tiles import CHUNK, LEVELS, MIN_BETA, is_second, joins, lifted, load_log2_gate
 
 
 @triton.jit
 def inverse_below_diagonal(L, rows, cols, PRECISION: tl.constexpr):
     """(I + L)^-1 - I of a strictly lower L [C, C], fp32. The unit diagonal never meets rounding."""
-    E = -joined_block(L, rows, cols, 1)
-    for level in tl.static_range(1, 6):
-        block = joined_block(L, rows, cols, 2**level)
+    E = tl.where(joins(rows, cols, 0), -L, 0.0)
+    for level in tl.range(1, LEVELS, num_stages=1):
+        block = tl.where(joins(rows, cols, level), L, 0.0)
         product = block + tl.dot(block, E, input_precision=PRECISION)
         E -= product + tl.dot(E, product, input_precision=PRECISION)
     return E
@@ -98,15 +90,10 @@ def prep_kernel(
         q_CK *= q_norm[:, None]
         k_CK *= k_norm[:, None]
         own_C += tl.sum(q_CK * k_CK, 1)
-        tile = chunk * CHUNK * K + rows[:, None] * K + channels[None, :]
-        decay = tl.exp2(sum_where(cols[None, :] <= rows[:, None], gate, 3))
-        tl.store(qp + tile, (q_CK * decay * scale).to(low))
-        tl.store(kp + tile, (k_CK * decay).to(low))
-        decay = tl.exp2(sum_where(cols[None, :] > rows[:, None], gate, 3))
-        tl.store(kc + tile, (k_CK * decay).to(low))
-        tl.store(gamma + chunk * K + channels, tl.exp2(tl.sum(gate, 0)))
+        since = gate
+        until = tl.zeros_like(gate)
         for level in tl.range(0, LEVELS, num_stages=1):
-            factor = level_factor(gate, rows, cols, level)
+            factor = tl.exp2(tl.where(is_second(rows, level), since, until))
             q_low = (q_CK * factor).to(low)
             k_low = (k_CK * factor).to(low)
             is_pair = joins(rows, cols, level)
@@ -114,6 +101,13 @@ def prep_kernel(
             aqk_CC += tl.where(is_pair, pair, 0.0)
             pair = tl.dot(k_low, tl.trans(k_low), input_precision=PRECISION)
             akk_CC += tl.where(is_pair, pair, 0.0)
+            since, until = lifted(since, until, rows, level)
+        tile = chunk * CHUNK * K + rows[:, None] * K + channels[None, :]
+        decay = tl.exp2(since)
+        tl.store(qp + tile, (q_CK * decay * scale).to(low))
+        tl.store(kp + tile, (k_CK * decay).to(low))
+        tl.store(kc + tile, (k_CK * tl.exp2(until)).to(low))
+        tl.store(gamma + chunk * K + channels, tl.exp2(tl.sum(gate, 0)))
 
     below = rows[:, None] > cols[None, :]
     aqk_CC = tl.where(below, aqk_CC, 0.0)

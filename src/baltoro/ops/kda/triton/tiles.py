@@ -103,18 +103,29 @@ def joins(rows, cols, level):
 
 
 @triton.jit
-def level_factor(log2_gate, rows, cols, level):
-    """Decay [C, BK] from the anchor until a row of a second block, from a row of a first to it."""
-    is_block = (rows >> level)[:, None] == (cols >> level)[None, :]
-    is_second = ((rows >> level) % 2 == 1)[:, None]
-    is_up_to = cols[None, :] <= rows[:, None]
-    return tl.exp2(sum_where(is_block & (is_up_to == is_second), log2_gate, 3))
+def is_second(rows, level):
+    """Rows [C, 1] in the second of two neighbouring blocks of 2^level rows."""
+    return ((rows >> level) % 2 == 1)[:, None]
+
+
+@triton.jit
+def lifted(since, until, rows, level):
+    """From blocks of 2^level rows to twice as many: the steps since a block began, and until it ends.
+
+    Both [C, BK]; `since` has a row's own step, `until` has not.
+    """
+    last = (((rows >> level) ^ 1) << level) + (1 << level) - 1  # of the other block
+    other = tl.gather(since, tl.broadcast_to(last[:, None], since.shape), 0)
+    second = is_second(rows, level)
+    return since + tl.where(second, other, 0.0), until + tl.where(second, 0.0, other)
 
 
 @triton.jit
 def level_steps(flow, rows, cols, level, PARTS: tl.constexpr):
-    """Gradient of the steps [C, BK] from that of the logarithm of `level_factor`."""
+    """Gradient of the steps [C, BK] from that of a level's exponents.
+
+    A second block's are sums since it began, a first block's sums until it ends.
+    """
     is_block = (rows >> level)[:, None] == (cols >> level)[None, :]
-    is_second = ((rows >> level) % 2 == 1)[:, None]
     is_from = cols[None, :] >= rows[:, None]
-    return sum_where(is_block & (is_from == is_second), flow, PARTS)
+    return sum_where(is_block & (is_from == is_second(rows, level)), flow, PARTS)
