@@ -39,7 +39,8 @@ def test_every_option_arrives_where_it_is_meant(
     keys.write_text("one\ntwo\n")
     words = "--port 7 --max-running 3 --max-step-tokens 99 --max-queued 5 --max-queued-tokens 6000"
     words += " --max-new-tokens 11 --effort low --max-thinking low 20 high 300 --model-name me"
-    words += f" --pool-tokens 4096 --host-bytes 1000000 --draft ngram --api-key-file {keys}"
+    words += " --pool-tokens 4096 --host-bytes 1000000 --cold-states int8 --draft ngram"
+    words += f" --api-key-file {keys}"
     assert main(["serve", str(nano_dir), *words.split()]) == 0
     ((server, listens),) = started
     engine = server.background.engine
@@ -48,6 +49,7 @@ def test_every_option_arrives_where_it_is_meant(
     assert (limits.max_running, limits.max_step_tokens) == (3, 99)
     assert (limits.max_queued, limits.max_queued_tokens) == (5, 6000)
     assert (engine.config.pool_tokens, engine.config.host_bytes) == (4096, 1_000_000)
+    assert engine.config.cold_states == "int8"
     assert engine.config.speculation is not None and engine.config.speculation.draft == "ngram"
     assert server.config == ServerConfig(
         model_name="me",

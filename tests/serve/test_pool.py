@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import pytest
 import torch
 from model.tiny import tiny_k3
 from torch import Tensor
@@ -107,3 +108,27 @@ def hashes(engine: Engine, ids: tuple[int, ...]) -> list[bytes]:
     chain: list[bytes] = []
     extend_chain(chain, root_hash(engine.weights_version, ""), list(ids), 4, ())
     return chain
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_fetched_while_others_run_is_what_was_put_away(device: str) -> None:
+    torch.manual_seed(1)
+    model = Model(tiny_k3()).eval().to(device, torch.float64)
+    texts = []
+    for is_caching in (True, False):
+        config = EngineConfig(
+            pool_tokens=60,
+            hash_block=4,
+            num_kept_states=3,
+            host_bytes=1 << 23,
+            is_caching=is_caching,
+            scheduler=SchedulerConfig(max_running=1, max_step_tokens=64),
+        )
+        engine = Engine(model, config)
+        engine.runner.pool.pages[1:].fill_(255)
+        requests = [request(seed % 6, 3 + seed % 5) for seed in range(30)]
+        sequences = engine.generate(requests)
+        texts.append([[token.id for token in s.new_tokens] for s in sequences])
+        assert (engine.cache.stats.num_prefetched > 50) == is_caching
+        engine.cache.audit()
+    assert texts[0] == texts[1]

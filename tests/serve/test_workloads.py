@@ -22,14 +22,16 @@ def workloads(draw: st.DrawFn) -> tuple[Toy, list[tuple[int, str, tuple]]]:
     size = unit * draw(st.integers(1, 4))
     groups = draw(st.integers(1, 3))
     least = -(-80 // size) + groups  # the longest sequence alone
-    max_running = draw(st.integers(1, 6))
+    max_running = draw(st.sampled_from([1, 1, 2, 3, 6]))
     cache = CacheConfig(
         num_pages=least + draw(st.integers(0, 3 * least)),
         page_size=size,
         hash_block=unit,
         num_state_groups=groups,
         retention_interval=draw(st.sampled_from([None, None, unit, 2 * unit])),
-        host_pages=draw(st.sampled_from([0, 0, 5, 40])),
+        host_pages=draw(st.sampled_from([0, 5, 40, 200])),
+        cold_pages=draw(st.sampled_from([None, None, 1, 2])),
+        prefetch_pages=draw(st.sampled_from([0, 1, 3, 64])),
         value_weight=draw(st.sampled_from([0.0, 4.0, 64.0])),
     )
     scheduler = SchedulerConfig(

@@ -7,9 +7,10 @@ or a state of somebody else, of another token or of older weights fails at once.
 import hashlib
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from baltoro.serve.cache import PrefixCache
-from baltoro.serve.pages import CacheConfig
+from baltoro.serve.pages import CacheConfig, StateMove
 from baltoro.serve.prefix import root_hash
 from baltoro.serve.request import NewToken, Request, Sequence
 from baltoro.serve.scheduler import Scheduler, SchedulerConfig, StepPlan, Work
@@ -58,7 +59,9 @@ class Toy:
         self.cache = PrefixCache(self.cache_config)
         self.scheduler = Scheduler(self.scheduler_config, self.cache)
         self.pages: dict[int, dict[int, int]] = {}
-        self.host: dict[int, dict[int, int]] = {}
+        self.host: dict[int, Any] = {}
+        self.in_flight: list[tuple[int, int]] = []  # (host page, page), on their way all step long
+        self.states_in_flight: list[StateMove] = []
         self.truth: dict[Sequence, list[int]] = {}
         self.block_of: dict[bytes, int] = {}
 
@@ -130,18 +133,44 @@ class Toy:
         return sequence
 
     def _move_pages(self, plan: StepPlan) -> None:
+        self._land()
         ops = plan.ops
         for source, target in ops.stores:
             self.host[target] = dict(self.pages[source])
+        for sources, targets in ops.packs:
+            for target in targets:
+                self.host[target] = [dict(self.pages[source]) for source in sources]
         for source, target in ops.loads:
             self.pages[target] = dict(self.host[source])
+        for sources, targets in ops.unpacks:
+            self._unpack(sources, targets)
         for source, target in ops.copies:
             self.pages[target] = dict(self.pages[source])
         for page in ops.resets:
             self.pages[page] = {-1: 0}
+        self.in_flight, self.states_in_flight = ops.prefetches, ops.unpacks_ahead
+        for _, target in self.in_flight:
+            self.pages[target] = {}  # nobody may find anything in it before it has come
+        for _, targets in self.states_in_flight:
+            self.pages |= {target: {} for target in targets}
         for work in plan.works:
             for block, key in enumerate(work.sequence.chain):
                 self.block_of[key] = block
+
+    def _land(self) -> None:
+        """What was on its way has come; nobody has written where it goes."""
+        for source, target in self.in_flight:
+            assert self.pages[target] == {}, "a page is written while it is fetched"
+            self.pages[target] = dict(self.host[source])
+        for sources, targets in self.states_in_flight:
+            assert all(self.pages[target] == {} for target in targets)
+            self._unpack(sources, targets)
+
+    def _unpack(self, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+        for source in sources:
+            assert self.host[source] == self.host[sources[0]], "half a state"
+        for target, state in zip(targets, self.host[sources[0]], strict=True):
+            self.pages[target] = dict(state)
 
     def _drafts(self) -> dict[Sequence, list[int]]:
         drafts: dict[Sequence, list[int]] = {}

@@ -16,24 +16,17 @@ intervals if asked for, and the last boundary that a sequence passed, which beco
 
 from collections.abc import Sequence
 
-from baltoro.serve.pages import CacheConfig, CacheStats, PageOps, Table
-from baltoro.serve.tier import Checkpoint, Found, Tier, cover
+from baltoro.serve.exchange import Exchange
+from baltoro.serve.pages import CacheConfig, Table
+from baltoro.serve.tier import Checkpoint, Found, Tier
 
 
-class PrefixCache:
+class PrefixCache(Exchange):
     """The account of one pool and, if there is one, its second tier in CPU memory."""
 
     def __init__(self, config: CacheConfig) -> None:
-        self.config = config
-        self.device = Tier(config.num_pages)
-        self.host = Tier(config.host_pages)
-        self.ops = PageOps()
-        self.stats = CacheStats()
-        self._units_per_page = config.page_size // config.hash_block
+        super().__init__(config)
         self._tables: set[Table] = set()
-        self._pins: list[tuple[Tier, Checkpoint]] = []  # until this step has run
-        self._holds: list[tuple[Tier, int]] = []
-        self._clock = 0.0
 
     def lookup(self, chain: Sequence[bytes], max_tokens: int) -> int:
         """Tokens, at most `max_tokens`, that a sequence with these hashes would not compute."""
@@ -61,7 +54,9 @@ class PrefixCache:
         self.stats.num_pages_without_state += known > table.num_hit
         if hit is not None:
             self.stats.num_states_hit += 1
-            self.stats.host_hit_tokens += table.num_hit if hit[0] is self.host else 0
+            if hit[0] is self.host or hit[1].is_fetched:
+                self.stats.host_hit_tokens += table.num_hit
+            hit[1].is_fetched = False
         return table
 
     def grow(self, table: Table, num_tokens: int) -> bool:
@@ -164,15 +159,6 @@ class PrefixCache:
         for page in (*table.state_pages, *reversed(table.kv_pages)):
             self.device.release(page, self._clock)
 
-    def end_step(self) -> None:
-        """Unpin what the step read. The ops of the next step begin empty."""
-        for tier, checkpoint in self._pins:
-            tier.unpin(checkpoint, self._clock)
-        for tier, page in self._holds:
-            tier.release(page, self._clock)
-        self._pins, self._holds, self.ops = [], [], PageOps()
-        self._clock += 1.0
-
     def forget(self) -> None:
         """The weights changed: no prefix counts any more, nor what running sequences will add."""
         assert not self._pins and not self._holds
@@ -191,26 +177,10 @@ class PrefixCache:
                 holds[self.device] += captured
         for tier, checkpoint in self._pins:
             holds[tier] += checkpoint.pages
-        for tier, page in self._holds:
+        for tier, page, _ in self._holds:
             holds[tier].append(page)
         for tier, pages in holds.items():
             tier.audit(pages)
-
-    def _find(
-        self, chain: Sequence[bytes], max_tokens: int
-    ) -> tuple[list[Found], tuple[Tier, Checkpoint] | None]:
-        """Known latents of a prefix and the furthest checkpoint inside them."""
-        if not self.config.is_enabled:
-            return [], None
-        tiers = (self.device, self.host) if self.config.host_pages else (self.device,)
-        chain = chain[: max_tokens // self.config.hash_block]
-        found = cover(chain, self._units_per_page, tiers)
-        for block in range(sum(page.units for page in found) - 1, -1, -1):
-            for tier in tiers:
-                checkpoint = tier.checkpoints.get(chain[block])
-                if checkpoint is not None:
-                    return found, (tier, checkpoint)
-        return found, None
 
     def _reserve(
         self, found: list[Found], hit: tuple[Tier, Checkpoint] | None, num_tokens: int
@@ -240,7 +210,7 @@ class PrefixCache:
         else:
             hit[1].num_hits += 1
             self._pins.append(hit)
-            self._queue(hit[0], hit[1].state_pages, state_pages)
+            self._queue_state(hit[0], hit[1].state_pages, state_pages)
         stops = {(num_tokens - 1) // unit * unit, num_tokens // unit * unit}
         stops.add(sum(page.units for page in found) * unit)
         return Table(
@@ -260,70 +230,24 @@ class PrefixCache:
                 pages.append(page)  # the hold passes to the sequence
                 continue
             own = self.device.take()
-            self._queue(tier, (page,), (own,))
-            self._holds.append((tier, page))
+            self._queue_page(tier, page, own)
+            self._holds.append((tier, page, 0.0))
             pages.append(own)
         return pages
 
-    def _queue(self, tier: Tier, sources: Sequence[int], targets: Sequence[int]) -> None:
-        pairs = zip(sources, targets, strict=True)
+    def _queue_page(self, tier: Tier, source: int, target: int) -> None:
         if tier is self.host:
-            self.ops.loads += pairs
+            self.ops.loads.append((source, target))
         else:
-            self.ops.copies += pairs
-            self.stats.num_copies += len(sources)
+            self.ops.copies.append((source, target))
+            self.stats.num_copies += 1
 
-    def _make_room(self, num_pages: int) -> bool:
-        """Have free pages, dropping the least useful; without any change if they cannot be had."""
-        if num_pages > self.device.num_available:
-            return False
-        while self.device.num_free < num_pages:
-            item = self.device.victim()
-            if isinstance(item, Checkpoint):
-                self.stats.num_states_evicted_unread += item.num_hits == 0
-                self._write_back(item)
-            self.device.drop(item)
-        return True
-
-    def _write_back(self, checkpoint: Checkpoint) -> None:
-        """Put a checkpoint that is about to go into CPU memory, its latents with it."""
-        host = self.host
-        if checkpoint.key in host.checkpoints:
-            host.touch(host.checkpoints[checkpoint.key], self._clock)
+    def _queue_state(self, tier: Tier, sources: tuple[int, ...], targets: tuple[int, ...]) -> None:
+        if tier is self.host and self.config.is_cold_packed:
+            self.ops.unpacks.append((sources, targets))
             return
-        kv_pages = [host.index.get(key, 0) for key in checkpoint.kv_keys]
-        present = [page for page in kv_pages if page]
-        for page in present:
-            host.hold(page)
-        num_new = kv_pages.count(0) + len(checkpoint.state_pages)
-        if num_new <= host.num_available:
-            while host.num_free < num_new:
-                host.drop(host.victim())
-            for number, source in enumerate(checkpoint.kv_pages):
-                if not kv_pages[number]:
-                    kv_pages[number] = self._store(source)
-                    present.append(kv_pages[number])
-                    for key in self.device.keys_of(source):
-                        host.register(key, kv_pages[number])
-            state_pages = tuple(self._store(source) for source in checkpoint.state_pages)
-            present += state_pages
-            copy = Checkpoint(
-                key=checkpoint.key,
-                position=checkpoint.position,
-                state_pages=state_pages,
-                kv_pages=tuple(kv_pages),
-                kv_keys=checkpoint.kv_keys,
-                bonus=checkpoint.bonus,
-            )
-            host.add(copy, self._clock)
-        for page in reversed(present):
-            host.release(page, self._clock)
-
-    def _store(self, source: int) -> int:
-        target = self.host.take()
-        self.ops.stores.append((source, target))
-        self.stats.num_written_back += 1
-        return target
+        for pair in zip(sources, targets, strict=True):
+            self._queue_page(tier, *pair)
 
     def _capture_pages(self, table: Table) -> tuple[int, ...]:
         """Pages for a state that will be kept; none if the pool cannot give them."""

@@ -32,6 +32,7 @@ from baltoro.serve.scheduler import Scheduler, SchedulerConfig, StepPlan, Work
 logger = logging.getLogger(__name__)
 
 WARN_AFTER = 512  # drafted tokens in a row that were all wrong
+_PREFETCH_BYTES = 32 << 20  # from CPU memory in one step, for sequences that wait
 _FLOPS_AT = 4096  # sequence length at which the shares of attention and the rest are counted
 
 
@@ -41,6 +42,8 @@ class EngineConfig:
 
     pool_tokens: int = 65536  # latents that the pool has room for, states not counted
     host_bytes: int = 0  # CPU memory for what is evicted
+    # there; int8 takes a quarter of a state's bytes and changes what follows a bit (`cold`)
+    cold_states: Literal["exact", "int8"] = "exact"
     hash_block: int | None = None  # tokens of a unit of prefix matching; None: from the page size
     is_caching: bool = True
     retention_interval: int | None = None  # also keep a state every so many tokens
@@ -56,6 +59,8 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.host_bytes < 0:
             raise ValueError(f"host_bytes={self.host_bytes}: must not be negative")
+        if self.cold_states not in ("exact", "int8"):
+            raise ValueError(f"cold_states={self.cold_states!r}: must be 'exact' or 'int8'")
         if self.decode not in ("eager", "resident"):
             raise ValueError(f"decode={self.decode!r}: must be 'eager' or 'resident'")
         if self.decode == "resident" and self.speculation is not None:
@@ -379,5 +384,7 @@ def _cache_config(model: ModelConfig, layout: PoolLayout, config: EngineConfig) 
         is_enabled=config.is_caching,
         retention_interval=config.retention_interval,
         host_pages=config.host_bytes // layout.page_bytes,
+        cold_pages=layout.num_cold_pages if config.cold_states == "int8" else None,
+        prefetch_pages=max(1, _PREFETCH_BYTES // layout.page_bytes),
         attention_weight=flops.attention * 2 / _FLOPS_AT / (flops.matmul + flops.kda),
     )

@@ -27,6 +27,7 @@ class PoolLayout:
     state_bytes: int  # recurrent state of one KDA layer
     window_bytes: int  # convolution window of one KDA layer
     latent_bytes: int  # one token in one MLA layer
+    cold_bytes: int  # state and window of one KDA layer with int8 states (`cold`)
 
     def __post_init__(self) -> None:
         if not self.kda_layers or not self.mla_layers:
@@ -65,6 +66,11 @@ class PoolLayout:
         return tuple(self.kda_layers[start : start + size] for start in starts)
 
     @property
+    def num_cold_pages(self) -> int:
+        """Pages of one sequence's state where it is packed."""
+        return -(-len(self.kda_layers) * self.cold_bytes // self.page_bytes)
+
+    @property
     def state_waste(self) -> float:
         """Share of a state's pages that is padding: uneven groups, and rounding of the page."""
         held = len(self.kda_layers) * (self.state_bytes + self.window_bytes)
@@ -96,4 +102,5 @@ def pool_layout(
         state_bytes=state_bytes,
         window_bytes=window_bytes,
         latent_bytes=latent_bytes,
+        cold_bytes=window_bytes + kda.num_heads * kda.head_dim * (kda.head_dim + 4),
     )

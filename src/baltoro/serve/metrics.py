@@ -118,6 +118,7 @@ class Metrics:
             "baltoro:states_skipped": cache.num_states_skipped,
             "baltoro:pages_copied": cache.num_copies,
             "baltoro:pages_written_back": cache.num_written_back,
+            "baltoro:pages_prefetched": cache.num_prefetched,
             "baltoro:empty_replies": self.num_empty,
             "baltoro:retried_replies": self.num_retried,
         }

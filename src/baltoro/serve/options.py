@@ -48,6 +48,9 @@ class ServeOptions:
     api_key_file: Path | None = None  # keys of clients, one per line; absent, no key is needed
     pool_tokens: int = 65536  # tokens of context that all conversations together have room for
     host_bytes: int = 0  # CPU memory for prefixes that the pool has no room for
+    # states there; int8 takes a quarter of the bytes, and what follows is no longer token for token
+    # what it is without a cache
+    cold_states: Literal["exact", "int8"] = "exact"
     max_running: int = 16  # replies written at once
     max_step_tokens: int = 2048  # tokens computed in one step
     max_queued: int = 4096  # requests that may wait; one more is answered with 503

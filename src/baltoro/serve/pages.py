@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from baltoro.serve.tier import Checkpoint
 
+StateMove = tuple[tuple[int, ...], tuple[int, ...]]  # pages of one state here and there
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheConfig:
@@ -16,6 +18,8 @@ class CacheConfig:
     is_enabled: bool = True  # False: nothing is reused, pages are only accounted for
     retention_interval: int | None = None  # also keep a state every so many tokens
     host_pages: int = 0  # pages in CPU memory for what is evicted
+    cold_pages: int | None = None  # there for one state, packed; None: as in the pool
+    prefetch_pages: int = 64  # brought back in one step for sequences that wait
     attention_weight: float = 0.0  # cost of a context token, in costs of a token without context
     value_weight: float = 64.0  # steps that a state outlives others for saving a page's prefill
 
@@ -32,8 +36,19 @@ class CacheConfig:
             raise ValueError(
                 f"retention_interval={interval}: must be a multiple of hash_block={self.hash_block}"
             )
-        if self.host_pages < 0:
-            raise ValueError(f"host_pages={self.host_pages}: must not be negative")
+        for name in ("host_pages", "prefetch_pages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: must not be negative")
+
+    @property
+    def is_cold_packed(self) -> bool:
+        """Whether states have another form in CPU memory."""
+        return self.cold_pages is not None
+
+    @property
+    def num_cold_pages(self) -> int:
+        """Pages of one state in CPU memory."""
+        return self.num_state_groups if self.cold_pages is None else self.cold_pages
 
     def num_kv_pages(self, num_tokens: int) -> int:
         """Pages of the latents of so many tokens."""
@@ -45,9 +60,14 @@ class PageOps:
     """Page movements of one step, in the order in which they must run."""
 
     stores: list[tuple[int, int]] = field(default_factory=list)  # (page, host page)
+    packs: list[StateMove] = field(default_factory=list)  # (pages, host pages): states, packed
     loads: list[tuple[int, int]] = field(default_factory=list)  # (host page, page)
+    unpacks: list[StateMove] = field(default_factory=list)  # (host pages, pages)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     resets: list[int] = field(default_factory=list)  # state pages that begin as zeros
+    # as loads and unpacks, for a later step: done when that one begins
+    prefetches: list[tuple[int, int]] = field(default_factory=list)
+    unpacks_ahead: list[StateMove] = field(default_factory=list)
     captures: list[tuple[int, int]] = field(default_factory=list)  # (from, to), after the model ran
 
 
@@ -66,6 +86,7 @@ class CacheStats:
     num_states_skipped: int = 0  # no page could be had
     num_copies: int = 0  # pages copied because somebody else's
     num_written_back: int = 0  # pages stored in CPU memory
+    num_prefetched: int = 0  # pages brought back for sequences that waited
 
 
 @dataclass(eq=False, slots=True)

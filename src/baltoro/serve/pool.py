@@ -18,8 +18,9 @@ from torch import Tensor
 from baltoro.model.cache import Attend, KdaScan, KdaStep, LatentPages, ScanInputs
 from baltoro.model.config import ModelConfig
 from baltoro.ops.kda.decode import DecodeInputs, StatePool
+from baltoro.serve.cold import ColdStates
 from baltoro.serve.layout import PoolLayout
-from baltoro.serve.pages import PageOps, Table
+from baltoro.serve.pages import PageOps, StateMove, Table
 
 
 class PagePool:
@@ -72,6 +73,9 @@ class PagePool:
             for group, layers in enumerate(layout.state_groups)
             for place, layer_idx in enumerate(layers)
         }
+        self._cold = ColdStates(layout, [self._states[i] for i in layout.kda_layers])
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" and host_pages else None
+        self._arrival: torch.cuda.Event | None = None  # of what is on its way from CPU memory
 
     def latents(self, layer_idx: int) -> Tensor:
         """Latent rows of an MLA or MTP layer in every page, `[pages, page_size, R]`."""
@@ -83,15 +87,39 @@ class PagePool:
 
     def prepare(self, ops: PageOps) -> None:
         """The movements before the model runs: stores first, since their pages are taken anew."""
+        if self._arrival is not None:
+            self._arrival.wait()
+            self._arrival = None
         for source, target in ops.stores:
             self.host_pages[target].copy_(self.pages[source])
-        for source, target in ops.loads:
-            self.pages[target].copy_(self.host_pages[source])
+        for sources, targets in ops.packs:
+            for target, page in zip(targets, self._cold.packed(sources), strict=True):
+                self.host_pages[target].copy_(page)
+        self._load(ops.loads, ops.unpacks)
         _copy_pages(self.pages, ops.copies)
         if len(self.draft_latents):
             _copy_pages(self.draft_latents, ops.copies)
         for page in ops.resets:
             self.pages[page].zero_()
+        self._load_ahead(ops)
+
+    def _load(self, pages: Sequence[tuple[int, int]], states: Sequence[StateMove]) -> None:
+        """From CPU memory; the host does not wait for a device."""
+        for source, target in pages:
+            self.pages[target].copy_(self.host_pages[source], non_blocking=True)
+        for sources, targets in states:
+            cold = [self.host_pages[i].to(self.pages.device, non_blocking=True) for i in sources]
+            self._cold.unpack(torch.stack(cold), targets)
+
+    def _load_ahead(self, ops: PageOps) -> None:
+        """For later steps: on a GPU beside this one, once all before it is done."""
+        if self._side is None or not (ops.prefetches or ops.unpacks_ahead):
+            self._load(ops.prefetches, ops.unpacks_ahead)
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self.pages.device))
+        with torch.cuda.stream(self._side):
+            self._load(ops.prefetches, ops.unpacks_ahead)
+            self._arrival = self._side.record_event()
 
     def capture(self, ops: PageOps) -> None:
         """The movements after it: states at a boundary into pages that nobody writes again."""

@@ -21,6 +21,7 @@ from baltoro.serve.prefix import num_common
 from baltoro.serve.request import Sequence
 
 MAX_TRIES = 32  # waiting sequences looked at in one step
+MAX_AHEAD = 4  # waiting sequences whose prefixes are brought back from CPU memory
 
 
 class Overloaded(RuntimeError):
@@ -162,6 +163,8 @@ class Scheduler:
                 self.cache.plan_draft(sequence.table, work.start, work.end)
             else:
                 self.cache.plan_captures(sequence.table, sequence.chain, work.start, work.stop)
+        ahead = self.waiting[:MAX_AHEAD]
+        self.cache.prefetch((sequence.chain, len(sequence.tokens) - 1) for sequence in ahead)
         return StepPlan(decodes, prefills, self.cache.ops)
 
     def remove(self, sequence: Sequence) -> None:

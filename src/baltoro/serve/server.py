@@ -334,6 +334,7 @@ def serve(checkpoint: str, *, options: ServeOptions = DEFAULTS) -> None:
     engine_config = EngineConfig(
         pool_tokens=options.pool_tokens,
         host_bytes=options.host_bytes,
+        cold_states=options.cold_states,
         speculation=None if options.draft is None else SpeculationConfig(draft=options.draft),
         scheduler=limits,
     )

@@ -29,6 +29,7 @@ class Checkpoint:
     num_pins: int = 0  # steps that read it right now
     num_hits: int = 0
     is_alive: bool = True
+    is_fetched: bool = False  # from CPU memory for a sequence that has not come to it yet
 
     @property
     def pages(self) -> tuple[int, ...]:
