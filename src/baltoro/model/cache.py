@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baltoro.model.config import ModelConfig
 from baltoro.ops.kda.decode import DecodeInputs, StatePool
+from baltoro.ops.mla.rows import latent_rows
 
 
 class KdaStep(Protocol):
@@ -27,6 +28,20 @@ class KdaStep(Protocol):
         cu_seqlens: Tensor | None,
         num_kept: Tensor | None,
     ) -> Tensor: ...
+
+
+class LatentRows(NamedTuple):
+    """What an MLA layer keeps of new tokens, the norm still to come (`baltoro.ops.mla.rows`)."""
+
+    raw: Tensor  # [T, R + P]
+    weight: Tensor  # [R]
+    eps: float
+    norm_impl: str
+    append_impl: str
+
+    def normed(self) -> Tensor:
+        """The rows themselves."""
+        return latent_rows(self.raw, self.weight, eps=self.eps, impl=self.norm_impl)
 
 
 class LatentPages(NamedTuple):
@@ -91,8 +106,8 @@ class Cache(Protocol):
         """Decode: have a layer's `step` read and move on the states where they lie."""
         ...
 
-    def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
-        """Add the packed latent rows `[T, R]` of the new tokens."""
+    def append_kv(self, layer_idx: int, rows: LatentRows, cu_seqlens: Tensor) -> None:
+        """Add the packed rows of the new tokens."""
         ...
 
     def attended(self, layer_idx: int, attend: Attend, q_THK: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -160,7 +175,8 @@ class DenseCache:
     def decode_kda(self, layer_idx: int, step: KdaStep, inputs: DecodeInputs) -> Tensor:
         return step(inputs, self._kda[layer_idx], self._slots, None, None)
 
-    def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
+    def append_kv(self, layer_idx: int, rows: LatentRows, cu_seqlens: Tensor) -> None:
+        kv_latent = rows.normed()
         bounds = cu_seqlens.tolist()
         lens = self._kv_lens[layer_idx]
         spans = list(pairwise(bounds))

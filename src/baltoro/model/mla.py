@@ -9,12 +9,13 @@ K is the query-key width (nope and shared part), R the cached row.
 import torch
 from torch import Tensor, nn
 
-from baltoro.model.cache import Cache, LatentPages
+from baltoro.model.cache import Cache, LatentPages, LatentRows
 from baltoro.model.config import ModelConfig
 from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.model.norm import RmsNorm
 from baltoro.ops.mla import varlen_attention
 from baltoro.ops.mla.paged import paged_latent_attention
+from baltoro.ops.mla.rows import sigmoid_gated
 
 
 class Mla(nn.Module):
@@ -45,18 +46,17 @@ class Mla(nn.Module):
     def forward(self, x_TD: Tensor, cu_seqlens: Tensor, cache: Cache | None = None) -> Tensor:
         """`[T, D]` to `[T, D]`; with a cache the new latents are appended and all are attended."""
         query_TC, latent_TR, *gates = projected(x_TD, self._groups(), self.joined)
-        q_THK, kv_TR = self._query(query_TC), self._latent(latent_TR)
+        q_THK, rows = self._query(query_TC), self._rows(latent_TR)
         if cache is None:
-            y_THV = self._expanded(q_THK, kv_TR, cu_seqlens, cu_seqlens)
+            y_THV = self._expanded(q_THK, rows.normed(), cu_seqlens, cu_seqlens)
         else:
-            cache.append_kv(self.layer_idx, kv_TR, cu_seqlens)
+            cache.append_kv(self.layer_idx, rows, cu_seqlens)
             if cache.form == "decode":
                 y_THV = self._absorbed(q_THK, cache.latent_pages(self.layer_idx))
             else:
                 y_THV = cache.attended(self.layer_idx, self._expanded, q_THK, cu_seqlens)
-        y_TC = y_THV.flatten(1)
-        for gate_TC in gates:
-            y_TC = y_TC * torch.sigmoid(gate_TC)
+        impl = self.config.impl.attention_decode
+        y_TC = sigmoid_gated(y_THV, gates[0], impl=impl) if gates else y_THV.flatten(1)
         return self.o_proj(y_TC)
 
     def join(self) -> None:
@@ -75,11 +75,10 @@ class Mla(nn.Module):
             q_TC = self.q_b_proj(self.q_a_layernorm(q_TC))
         return q_TC.unflatten(-1, (mla.num_heads, mla.qk_head_dim))
 
-    def _latent(self, kv_TR: Tensor) -> Tensor:
-        """The row to cache: normalised latent, then the raw shared key."""
-        mla = self.config.mla
-        latent_TR, shared_TR = kv_TR.split([mla.kv_lora_rank, mla.qk_rope_head_dim], -1)
-        return torch.cat([self.kv_a_layernorm(latent_TR), shared_TR], -1)
+    def _rows(self, kv_TR: Tensor) -> LatentRows:
+        """The rows to cache: normalised latent, then the raw shared key."""
+        norm, impl = self.kv_a_layernorm, self.config.impl
+        return LatentRows(kv_TR, norm.weight, norm.eps, norm.impl, impl.attention_decode)
 
     def _expanded(
         self, q_THK: Tensor, kv_SR: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor

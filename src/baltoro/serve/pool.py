@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from baltoro.model.cache import Attend, KdaScan, KdaStep, LatentPages, ScanInputs
+from baltoro.model.cache import Attend, KdaScan, KdaStep, LatentPages, LatentRows, ScanInputs
 from baltoro.model.config import ModelConfig
 from baltoro.ops.kda.decode import DecodeInputs, StatePool
+from baltoro.ops.mla.rows import append_rows
 from baltoro.serve.cold import ColdStates
 from baltoro.serve.layout import PoolLayout
 from baltoro.serve.pages import PageOps, StateMove, Table
@@ -296,8 +297,16 @@ class PagedCache:
         group, pool = self._pool.states(layer_idx)
         return step(inputs, pool, self._state_pages_GN[group], None, None)
 
-    def append_kv(self, layer_idx: int, kv_latent: Tensor, cu_seqlens: Tensor) -> None:
-        self._pool.latents(layer_idx)[self._new_pages_T, self._new_rows_T] = kv_latent
+    def append_kv(self, layer_idx: int, rows: LatentRows, cu_seqlens: Tensor) -> None:
+        append_rows(
+            rows.raw,
+            rows.weight,
+            self._pool.latents(layer_idx),
+            self._new_pages_T,
+            self._new_rows_T,
+            eps=rows.eps,
+            impl=rows.append_impl,
+        )
 
     def attended(self, layer_idx: int, attend: Attend, q_THK: Tensor, cu_seqlens: Tensor) -> Tensor:
         if self._order_T is None:

@@ -1,0 +1,77 @@
+"""`rows` on an NVIDIA GPU: a program takes a token."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..triton import padded_width, refuse_unserved
+
+NUM_WARPS = 2
+
+
+@triton.jit
+def append_kernel(
+    raw, weight, latents, pages, places, raw_stride, page_stride, row_stride, eps,
+    R: tl.constexpr, P: tl.constexpr, BR: tl.constexpr, BP: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    row = latents + tl.load(pages + t) * page_stride + tl.load(places + t) * row_stride
+    columns = tl.arange(0, BR)
+    is_column = columns < R
+    x = tl.load(raw + t * raw_stride + columns, mask=is_column, other=0.0).to(tl.float32)
+    w = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
+    low = latents.dtype.element_ty
+    # the weight multiplies the rounded quotient
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / R + eps)).to(low).to(tl.float32)
+    tl.store(row + columns, (normed * w).to(low), mask=is_column)
+    shared = tl.arange(0, BP)
+    is_shared = shared < P
+    value = tl.load(raw + t * raw_stride + R + shared, mask=is_shared, other=0.0)
+    tl.store(row + R + shared, value, mask=is_shared)
+
+
+@triton.jit
+def gate_kernel(
+    y, gate_logits, out, token_stride, head_stride, gate_stride,
+    H: tl.constexpr, V: tl.constexpr, BH: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    heads = tl.arange(0, BH)[:, None]
+    values = tl.arange(0, BV)[None, :]
+    is_here = (heads < H) & (values < V)
+    places = heads * V + values
+    x = tl.load(y + t * token_stride + heads * head_stride + values, mask=is_here, other=0.0)
+    gate = tl.load(gate_logits + t * gate_stride + places, mask=is_here, other=0.0)
+    low = out.dtype.element_ty
+    gate = tl.sigmoid(gate.to(tl.float32)).to(low).to(tl.float32)
+    tl.store(out + t * (H * V) + places, (x.to(tl.float32) * gate).to(low), mask=is_here)
+
+
+def append_rows(
+    raw: Tensor, weight: Tensor, latents: Tensor, pages: Tensor, places: Tensor, eps: float
+) -> None:
+    """`baltoro.ops.mla.rows.append_rows`, whose checks have passed."""
+    refuse_unserved("append_rows", raw, weight, latents)
+    raw = raw if raw.stride(1) == 1 else raw.contiguous()
+    R, P = weight.shape[0], raw.shape[1] - weight.shape[0]
+    if len(raw):
+        append_kernel[(len(raw),)](
+            raw, weight.contiguous(), latents, pages, places,
+            raw.stride(0), latents.stride(0), latents.stride(1), eps,
+            R=R, P=P, BR=padded_width(R), BP=padded_width(max(P, 1)), num_warps=NUM_WARPS,
+        )  # fmt: skip
+
+
+def sigmoid_gated(y: Tensor, gate_logits: Tensor) -> Tensor:
+    """`baltoro.ops.mla.rows.sigmoid_gated`, whose checks have passed."""
+    refuse_unserved("sigmoid_gated", y, gate_logits)
+    y = y if y.stride(2) == 1 else y.contiguous()
+    gate_logits = gate_logits if gate_logits.stride(1) == 1 else gate_logits.contiguous()
+    T, H, V = y.shape
+    out = y.new_empty((T, H * V))
+    if T:
+        gate_kernel[(T,)](
+            y, gate_logits, out, y.stride(0), y.stride(1), gate_logits.stride(0),
+            H=H, V=V, BH=padded_width(H), BV=padded_width(V), num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return out
