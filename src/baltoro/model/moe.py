@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from baltoro.model.beside import Fork, at_once
 from baltoro.model.config import ModelConfig, MoeConfig
 from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.model.mlp import Mlp
@@ -134,6 +135,7 @@ class Moe(nn.Module):
         experts = Experts if moe.expert_format == "dense" else Mxfp4Experts
         self.experts = experts(config, moe, latent or size)
         self.joined: Joined | None = None
+        self.fork: Fork = at_once
         self.has_latent = latent is not None
         self.has_latent_norm = moe.use_latent_norm
         self.has_shared_experts = moe.num_shared_experts > 0
@@ -149,19 +151,22 @@ class Moe(nn.Module):
 
     def forward(self, x_TD: Tensor, replay_ids: Tensor | None = None) -> MoeOutput:
         """`[T, D]` to `[T, D]` and the routing; `replay_ids` are choices made elsewhere."""
-        routing = self.gate(x_TD, replay_ids)
+        routed = self.fork(lambda: self.gate(x_TD, replay_ids))
         inputs = projected(x_TD, self._groups(), self.joined)
-        if self.has_latent:
-            mixed_TZ = self.experts(inputs.pop(0), routing)
-            if self.has_latent_norm:
-                # after the sum over experts: a partial sum of ranks must be reduced before
-                mixed_TZ = self.routed_expert_norm(mixed_TZ)
-            y_TD = self.routed_expert_up_proj(mixed_TZ)
-        else:
-            y_TD = self.experts(x_TD, routing)
+        latent_TZ = inputs.pop(0) if self.has_latent else x_TD
+        shared = None
         if self.has_shared_experts:
-            y_TD = y_TD + self.shared_experts(x_TD, inputs)
-        return MoeOutput(y_TD, routing)
+            shared = self.fork(lambda: self.shared_experts(x_TD, inputs))
+        routing = routed()
+        mixed_TZ = self.experts(latent_TZ, routing)
+        if self.has_latent and self.has_latent_norm:
+            # after the sum over experts: a partial sum of ranks must be reduced before
+            mixed_TZ = self.routed_expert_norm(mixed_TZ)
+        if self.has_latent and shared is not None and self.joined and not torch.is_grad_enabled():
+            y_TD = shared().addmm_(mixed_TZ, self.routed_expert_up_proj.weight.mT)
+            return MoeOutput(y_TD, routing)
+        y_TD = self.routed_expert_up_proj(mixed_TZ) if self.has_latent else mixed_TZ
+        return MoeOutput(y_TD if shared is None else y_TD + shared(), routing)
 
     def join(self) -> None:
         """Make one product of the input's projections where no gradient is wanted."""

@@ -23,7 +23,7 @@ from baltoro.model.cache import Attend
 from baltoro.model.model import Model
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool, Part, Piece, Span, packed, sent
-from baltoro.serve.resident import waiting_operators
+from baltoro.serve.resident import forked, waiting_operators
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,8 @@ class PrefillBatch:
                 self._place(size, [_nobody(self.pool, size)], lambda p: [0] * (p.stop - p.start))
                 self._compute(cache)  # kernels are built
                 cache.recorder = _Recorder(pool)
-                cache.hidden = self._compute(cache)
+                with forked(self.model, device):
+                    cache.hidden = self._compute(cache)
                 cache.recorder.end()
                 cache.steps, cache.recorder = cache.recorder.steps, None
         torch.cuda.current_stream(device).wait_stream(stream)

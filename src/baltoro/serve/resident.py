@@ -9,17 +9,21 @@ through the same model call, without a graph.
 G is the groups of KDA layers that share a page, P the pages of a sequence.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from baltoro.model.beside import at_once
 from baltoro.model.config import ModelConfig
 from baltoro.model.model import Model
+from baltoro.model.moe import Moe
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool
 
+T = TypeVar("T")
 FED = -1  # in the place of a token: the one that was fed from the device
 OPERATORS = ("kda_decode", "attention_decode", "moe")  # of a step that may look at values
 _WAITING_IMPLS = ("reference", "torch")
@@ -34,6 +38,40 @@ def waiting_operators(config: ModelConfig, operators: Sequence[str]) -> list[str
     used = [name for name in operators if name != "moe" or config.moe is not None]
     impls = {name: str(getattr(config.impl, name)) for name in used}
     return [f"{name}={impl!r}" for name, impl in impls.items() if impl in _WAITING_IMPLS]
+
+
+class SideStream:
+    """A fork of the work on a device into a second stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, run: Callable[[], T], /) -> Callable[[], T]:
+        main = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_event(main.record_event())
+        with torch.cuda.stream(self._stream):
+            result = run()
+            done = self._stream.record_event()
+
+        def joined() -> T:
+            main.wait_event(done)
+            return result
+
+        return joined
+
+
+@contextmanager
+def forked(model: Model, device: torch.device) -> Iterator[None]:
+    """For as long as graphs are made: branches of a layer stand beside one another in them."""
+    fork = SideStream(device)
+    layers = [module for module in model.modules() if isinstance(module, Moe)]
+    for layer in layers:
+        layer.fork = fork
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.fork = at_once
 
 
 class Place(NamedTuple):
@@ -113,7 +151,7 @@ class ResidentBatch:
                     self._compute(size)
             torch.cuda.current_stream(device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool), forked(self.model, device):
                 logits_NW = self._compute(size)
             self._graphs[size] = (graph, logits_NW)
         self._captured = self._addresses()

@@ -13,10 +13,10 @@ from baltoro.ops.draw import Noise
 from baltoro.ops.draw.noise import GOLDEN, MIX
 from baltoro.ops.triton import cdiv, padded_width, refuse_unserved
 
-BLOCK = 1024  # logits at once
+BLOCK = 4096  # logits at once
 MAX_PARTS = 32  # of a row
-PROGRAMS = 264  # rows and parts that fill the device
-NUM_WARPS = 4
+PROGRAMS = 528  # rows and parts that fill the device
+NUM_WARPS = 8
 GOLDEN_RATIO = tl.constexpr(GOLDEN)
 FIRST_FACTOR, SECOND_FACTOR = tl.constexpr(MIX[0][1]), tl.constexpr(MIX[1][1])
 

@@ -16,7 +16,6 @@ from baltoro.ops.residual import Query
 from baltoro.ops.triton import add_pairs, enqueue, padded_width, refuse_unserved
 
 MAX_NUMBERS = 6144  # of a token's sources
-NUM_WARPS = 2
 
 
 @triton.jit
@@ -70,6 +69,11 @@ def fits(num_sources: int, width: int) -> bool:
     return num_sources * padded_width(width) <= MAX_NUMBERS
 
 
+def num_warps_of(num_sources: int) -> int:
+    """One warp holds several sources whole: it sums without waiting for others."""
+    return 4 if num_sources == 1 else 1
+
+
 def normed_read(
     blocks: Sequence[Tensor],
     partial_sum: Tensor,
@@ -96,6 +100,6 @@ def normed_read(
             0.0 if query is None else query.eps, eps,
             S=len(sources), D=D, BD=padded_width(D), IS_MIXED=query is not None,
             HAS_PENDING=pending is not None, IS_MIXTURE_KEPT=query is not None,
-            num_warps=NUM_WARPS,
+            num_warps=num_warps_of(len(sources)),
         )  # fmt: skip
     return normed, mixture, summed
