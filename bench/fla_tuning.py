@@ -3,8 +3,8 @@
 fla tries some 270 shapes for every number of heads at the first call, a second or more of one core
 each. Here processes compile them at once (`Tuning.compile_ahead`, or as a kernel is first called),
 shapes that ask for more shared memory than there is are left out, and each is timed for a few
-milliseconds. Winners are kept in a file with the versions and the device they hold for; with it no
-kernel is tried in more than one shape.
+milliseconds. Winners are kept in a file with the versions and the device they hold for. With it a
+kernel runs as it won; at sizes it did not see it is tried in the shapes that won at others.
 """
 
 import json
@@ -12,7 +12,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -123,22 +123,30 @@ class Tuning:
             f"{len(self.winners)} shapes of {self.table.name}; {held} tried for {len(self.tried)}"
         )
 
-    def compile_ahead(self, run: Callable[[], object]) -> dict[str, int]:
+    def compile_ahead(self, run: Callable[[], object], seconds: float = 600.0) -> dict[str, int]:
         """Compile what `run` would try, side by side, and launch none of fla's tuned kernels.
 
         Their results are left as they are, so `run` must not depend on them. Says how many shapes
-        were compiled, and how many failed.
+        were compiled, how many failed, and how many were not begun after `seconds`: those are not
+        tried either.
         """
 
         def submit(tuner: Autotuner, *args: object, **kwargs: object) -> None:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
-            for config in self._chosen(tuner, kwargs) or _prune(tuner, kwargs):
+            for config in self._wanted(tuner, kwargs):
                 self._submit(tuner, kwargs, config)
 
         with mock.patch.object(Autotuner, "run", submit):
             run()
-        built = [future.result() for future in self._built.values()]
-        return {"shapes": len(built), "failed": sum(one.error is not None for one in built)}
+        wait(self._built.values(), timeout=seconds)
+        for future in self._built.values():
+            future.cancel()
+        built = [f.result() for f in self._built.values() if not f.cancelled()]
+        return {
+            "compiled": len(built),
+            "failed": sum(one.error is not None for one in built),
+            "not begun": len(self._built) - len(built),
+        }
 
     def save(self, path: Path | None = None) -> None:
         """Write every winner, those that were read too."""
@@ -170,27 +178,34 @@ class Tuning:
                 return {}
         return held["winners"]
 
-    def _chosen(self, tuner: Autotuner, kwargs: dict[str, object]) -> list[triton.Config]:
-        record = self.winners.get(identity(tuner, kwargs))
-        return [config for config in _prune(tuner, kwargs) if record_of(config) == record]
+    def _wanted(self, tuner: Autotuner, kwargs: dict[str, object]) -> list[triton.Config]:
+        """What to try, the likeliest first: what won, else what won at other sizes, else all."""
+        kernel = tuner.base_fn.__name__
+        configs = _prune(tuner, kwargs)
+        records = [self.winners.get(identity(tuner, kwargs))]
+        if records == [None]:
+            records = [record for name, record in self.winners.items() if name.split()[0] == kernel]
+            records += [record_of(config) for config in tuner.cache.values()]
+        won = [config for config in configs if record_of(config) in records]
+        return won or sorted(configs, key=lambda config: distance(kernel, config))
 
     def _candidates(self, tuner: Autotuner, kwargs: dict[str, object]) -> list[triton.Config]:
         """What the autotuner is to try: called where it has not yet seen the sizes of a call."""
         tuner.cache_results = False
         self._tuners.add(tuner)
-        if chosen := self._chosen(tuner, kwargs):
-            return chosen
-        kernel = tuner.base_fn.__name__
-        configs = sorted(_prune(tuner, kwargs), key=lambda config: distance(kernel, config))
+        wanted = self._wanted(tuner, kwargs)
+        if len(wanted) == 1:
+            return wanted
         fitting: list[triton.Config] = []
-        wanted = len(configs) if self.nearest is None else self.nearest
-        while configs and len(fitting) < wanted:
-            batch, configs = configs[: wanted - len(fitting)], configs[wanted - len(fitting) :]
+        most = len(wanted) if self.nearest is None else self.nearest
+        while wanted and len(fitting) < most:
+            count = most - len(fitting)
+            batch, wanted = wanted[:count], wanted[count:]
             futures = [self._submit(tuner, kwargs, config) for config in batch]
             fitting += [c for c, f in zip(batch, futures, strict=True) if f is None or fits(f)]
         self.tried[identity(tuner, kwargs)] = len(fitting)
         if not fitting:
-            raise RuntimeError(f"no shape of fla's {kernel} fits this GPU")
+            raise RuntimeError(f"no shape of fla's {tuner.base_fn.__name__} fits this GPU")
         return fitting
 
     def _submit(
@@ -223,6 +238,8 @@ def identity(tuner: Autotuner, kwargs: dict[str, object]) -> str:
 
 
 def fits(future: Future[Built]) -> bool:
+    if future.cancelled():
+        return False
     built = future.result()
     most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     return built.error is None and built.shared_bytes <= most

@@ -1,15 +1,14 @@
 """Time `chunk_kda_fused` on a GPU beside its floor, fla's `chunk_kda` and softmax attention.
 
     PYTHONPATH=src python3 bench/kda.py [--quick] [--fla-seconds 90] [--out bench/results/kda.json]
-    PYTHONPATH=src python3 bench/kda.py --compile [--quick]     # before, and no times are taken
 
 Norm of q and k, decay map and sigmoid are inside ours and fla's. The gates are -5 sigmoid(x):
 x ~ N(0, 1) forgets fast, N(-4, 1) slowly. How times are taken is in `timing.py`. Before any is,
 gradients are compared with the reference in fp64, and nothing is reported if one is further away
 than 1 %. fla takes part where it can be imported, until its seconds are over; its launch shapes
-are those of `fla_launches.json`, or are searched for (`fla_tuning.py`), in which case `--compile`
-before saves most of the wait. `--fla-out` keeps the winners. `softmax` is causal attention of the
-same q, k and v by torch's flash and cuDNN backends, each sequence of a pack by itself.
+are those of `fla_launches.json`, or are searched for (`fla_tuning.py`). `softmax` is causal
+attention of the same q, k and v by torch's flash and cuDNN backends, each sequence of a pack by
+itself.
 
 Floor: the larger of the bytes that must move (1282 a token and head forward, 3590 with the
 backward) at a measured copy rate, and 186k and 662k FLOPs at a measured bf16 matrix rate.
@@ -152,23 +151,13 @@ def attempt(row: dict[str, object], name: str, run: Callable[[], object], budget
         row[f"{name}_left_out"] = str(error)[:200]
 
 
-def compile_all(shapes: tuple, tuning: Tuning | None) -> None:
-    """Run everything once, fla's shapes compiled side by side before."""
-    inputs = [draw(num_heads, lengths, 0.0) for num_heads, lengths in shapes]
-    if tuning is not None:
-        built = tuning.compile_ahead(lambda: [step(fla, x)() for x in inputs])
-        print(f"bench: fla {built}", flush=True)
-    for x in inputs:
-        step(ours, x)()
-        if tuning is not None:
-            start = time.perf_counter()
-            grads = step(fla, x)()
-            off = [
-                float((a.double() - b.double()).norm() / b.double().norm())
-                for a, b in zip(grads, step(ours, x)(), strict=True)
-            ]
-            print(f"bench: fla {list(x['q'].shape)} after {time.perf_counter() - start:.1f} s, "
-                  f"gradients from ours {max(off):.1e}", flush=True)  # fmt: skip
+def compile_fla(tuning: Tuning, shapes: tuple) -> None:
+    """Compile fla's kernels for every number of heads, for a sequence and for a pack."""
+    kinds = {(num_heads, len(lengths) > 1) for num_heads, lengths in shapes}
+    inputs = [draw(num_heads, [64] * (1 + is_pack), 0.0) for num_heads, is_pack in sorted(kinds)]
+    print(
+        f"bench: fla {tuning.compile_ahead(lambda: [step(fla, x)() for x in inputs])}", flush=True
+    )
 
 
 def main() -> None:
@@ -177,7 +166,6 @@ def main() -> None:
     parser.add_argument("--commit", help="instead of asking git")
     parser.add_argument("--quick", action="store_true", help=f"only {QUICK}")
     parser.add_argument("--heads", type=int, help="only these")
-    parser.add_argument("--compile", action="store_true", help="compile, and take no times")
     parser.add_argument("--fla-seconds", type=float, default=90.0, help="0 leaves fla out")
     parser.add_argument("--fla-table", type=Path, default=TABLE, help="winners to take")
     parser.add_argument("--fla-nearest", type=int, help="of a kernel's shapes; all if not given")
@@ -189,10 +177,7 @@ def main() -> None:
     shapes = QUICK if arguments.quick else SHAPES
     shapes = tuple(shape for shape in shapes if arguments.heads in (None, shape[0]))
     try:
-        if arguments.compile:
-            compile_all(shapes, tuning)
-        else:
-            measure_all(shapes, tuning, arguments)
+        measure_all(shapes, tuning, arguments)
     finally:
         if tuning is not None:
             tuning.close()
@@ -200,11 +185,14 @@ def main() -> None:
 
 def measure_all(shapes: tuple, tuning: Tuning | None, arguments: argparse.Namespace) -> None:
     commit = commit_of(arguments.commit)
+    start = time.monotonic()
+    if tuning is not None:
+        compile_fla(tuning, shapes)
+    fla_left = arguments.fla_seconds - (time.monotonic() - start)
     refuse_wrong_results()
     rates = Rates.measured()
     result = {**rates.head(commit), "fla": None, "rows": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    fla_left = arguments.fla_seconds
     for num_heads, lengths in shapes:
         token_heads = num_heads * sum(lengths)
         floors = {

@@ -299,9 +299,16 @@ def serve_all(bench: Bench, name: str, model: Model, context: int) -> None:
 def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Json:
     """Turns of several conversations in rotation, each with all that was said before it."""
     sizes, draws = bench.sizes, random.Random(2)
+    begun = time.perf_counter()
     engine = bench.engine(
-        model, is_caching=is_caching, num_kept_states=4 * sizes.conversations * GROUP
+        model,
+        is_caching=is_caching,
+        num_kept_states=4 * sizes.conversations * GROUP,
+        scheduler=SchedulerConfig(
+            max_running=sizes.conversations, max_step_tokens=sizes.step_tokens
+        ),
     )
+    start_s = time.perf_counter() - begun
     vocab_size = model.config.vocab_size
     shared = random_ids(draws, sizes.shared_tokens, vocab_size)
     said = [shared] * sizes.conversations
@@ -326,6 +333,7 @@ def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Js
         said[who] += tuple(token.id for token in sequence.new_tokens)
     tail = waits[len(waits) // 2 :]
     return {
+        "start_s": start_s,
         "turns": len(waits),
         "longest_prompt": max(len(ids) for ids in said),
         "first_token_ms": statistics.median(waits) * 1e3,
@@ -395,7 +403,6 @@ def main() -> None:
         bench.section("peer", start_peer)
     if "k3" in wanted:
         bench.section("k3", lambda: serve("k3", preset(sizes.preset), sizes.context))
-        bench.section("k3: agreement", lambda: agreement(bench, models["k3"]))
     if "kimi-linear" in wanted:
         bench.section(
             "kimi-linear", lambda: serve("kimi-linear", kimi_linear(sizes), sizes.peer_prompt)
@@ -412,9 +419,11 @@ def main() -> None:
             bench.section(
                 f"trace, {name}",
                 lambda c=is_caching, n=number: trace(  # type: ignore[misc]
-                    bench, models["k3"], is_caching=c, limit_s=bench.left_s / (2 - n) - 6.0
+                    bench, models["k3"], is_caching=c, limit_s=bench.left_s / (3 - n)
                 ),
             )
+    if "k3" in wanted:
+        bench.section("k3: agreement", lambda: agreement(bench, models["k3"]))
 
 
 if __name__ == "__main__":

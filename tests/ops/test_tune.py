@@ -95,10 +95,17 @@ def test_a_candidate_that_fails_or_gives_something_else_is_never_timed(tmp_path,
 
 
 def test_what_the_budget_leaves_out_keeps_its_shape_and_is_named(tmp_path, capsys):
-    seconds = iter((0.0, 10.0))
+    seconds = iter((0.0, 10.0))  # at the start, and before the first case
     found, out = tuned(tmp_path, case({}, 1), {}, clock=lambda: next(seconds))
     assert not found and not out.exists()
     assert "1 cases keep their shapes" in capsys.readouterr().out
+
+
+def test_candidates_after_the_budget_are_not_tried(tmp_path):
+    seconds = iter((0.0, 1.0, 2.0, 10.0, 10.0, 10.0))
+    given = case({}, 1, 2, 4)
+    found, _ = tuned(tmp_path, given, {64: [1.0], 1: [0.5]}, clock=lambda: next(seconds))
+    assert found[0].new["rows"] == 1
 
 
 def test_the_table_in_use_is_as_before(tmp_path):

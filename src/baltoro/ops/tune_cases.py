@@ -64,7 +64,7 @@ def norm_case(kernel: str, width: int, device: torch.device) -> Case:
         candidates=[
             {"rows": rows, "num_warps": warps}
             for rows, warps in product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16))
-            if 8 <= rows * padded // (LANES * warps) <= 64 and rows * padded <= 16384
+            if 8 <= rows * padded // (LANES * warps) <= 32 and rows * padded <= 8192
         ],
     )
 
@@ -97,7 +97,7 @@ def conv_case(kernel: str, channels: int, device: torch.device) -> Case:
         run=runs[kernel],
         candidates=[
             {"channels": 128 * warps, "rows": rows, "strip": strip, "num_warps": warps}
-            for warps, rows, strip in product((1, 2), (4, 8, 16), (64, 128, 256))
+            for warps, rows, strip in product((1, 2), (4, 8), (64, 128, 256))
         ],
     )
 
@@ -132,7 +132,7 @@ def loss_case(kernel: str, num_words: int, device: torch.device) -> Case:
         candidates=[
             {"block": block, "num_warps": warps}
             for block, warps in product((1024, 2048, 4096, 8192), (2, 4, 8, 16))
-            if 8 <= block // (LANES * warps) <= 32
+            if 16 <= block // (LANES * warps) <= 32
         ],
     )
 
@@ -151,7 +151,7 @@ def newton_schulz_case(kernel: str, rows: int, columns: int, device: torch.devic
     else:
         candidates = [
             {"columns": width, "num_warps": warps, "num_stages": stages, "part": part}
-            for width, warps, stages, part in product((64, 128), (4, 8), (2, 3, 4), (896, 1792))
+            for width, warps, stages, part in product((64, 128), (4, 8), (2, 4), (896, 1792))
         ]
     return Case(
         kernel=kernel,
