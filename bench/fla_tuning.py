@@ -99,7 +99,7 @@ class Tuning:
 
     Winners of `table` are taken as they are if it was made with this device and these versions.
     For other kernels the `nearest` shapes that fit are tried, or all of them if it is None.
-    `workers` processes compile, a third of the cores if it is None; with 0 this one does, which is
+    `workers` processes compile, one a core but one if it is None; with 0 this one does, which is
     quicker where Triton's cache has everything.
     """
 
@@ -112,7 +112,7 @@ class Tuning:
         self._tuners: set[Autotuner] = set()
         self._built: dict[Job, Future[Built]] = {}
         self._pool: ProcessPoolExecutor | None = None
-        self._workers = max(1, (os.cpu_count() or 3) // 3) if workers is None else workers
+        self._workers = max(1, (os.cpu_count() or 2) - 1) if workers is None else workers
         Autotuner.prune_configs = lambda tuner, kwargs: self._candidates(tuner, kwargs)
         Autotuner.do_bench = staticmethod(QUICK_BENCH)
 
