@@ -118,8 +118,13 @@ class Bench:
             max_step_tokens=sizes.step_tokens,
             max_queued=4 * sizes.batches[-1],
         )
-        settings = {"pool_tokens": sizes.pool_tokens, "num_kept_states": 64, "decode": self.decode}
-        return Engine(model, EngineConfig(scheduler=limits, **{**settings, **changes}))
+        settings = {
+            "scheduler": limits,
+            "pool_tokens": sizes.pool_tokens,
+            "num_kept_states": 64,
+            "decode": self.decode,
+        }
+        return Engine(model, EngineConfig(**{**settings, **changes}))
 
     def copy_rate(self) -> float:
         """Bytes per second of a copy, read and write counted."""
