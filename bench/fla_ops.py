@@ -100,11 +100,12 @@ def norm(x: Tensor, weight: Tensor, *, eps: float, impl: str) -> Tensor:
 
 REPLACED: dict[str, tuple[tuple[str, Callable[..., object]], ...]] = {
     "kda": (("baltoro.model.kda.chunk_kda_fused", kda),),
-    "attn_res": (("baltoro.model.layer.attn_res_mix", attn_res),),
+    "attn_res": (("baltoro.ops.residual.attn_res_mix", attn_res),),
     "short_conv": (("baltoro.model.kda.short_conv", short_conv),),
     "rms_norm": (
         ("baltoro.model.kda.gated_rms_norm", gated_norm),
         ("baltoro.model.norm.rms_norm", norm),
+        ("baltoro.ops.residual.rms_norm", norm),
     ),
 }
 

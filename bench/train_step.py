@@ -23,6 +23,7 @@ import fla_ops
 import torch
 import triton
 from fla_tuning import Tuning
+from kda import compile_fla
 from provenance import commit_of
 from torch.profiler import ProfilerActivity, profile
 
@@ -113,6 +114,8 @@ def fla_speed(
     """The same model with fla's operators in the places that are named."""
     fla_ops.replace_operators(arguments.fla)
     tuning = Tuning()
+    lengths = [arguments.seq_len] * (arguments.positions // arguments.seq_len)
+    compile_fla(tuning, ((config.model.kda.num_heads, lengths),))
     learner = learner_of(with_impls(config, arguments.fla_impl))
     speed = speed_of(learner, batches, arguments.steps, flops, rate)
     tuning.close()

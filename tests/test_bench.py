@@ -1,4 +1,5 @@
-"""`bench/all.py`: its sections are there, end as they are said to, and are printed over floors."""
+"""`bench/all.py` and what it runs: sections end as they are said to and are printed over floors, and
+operators that are replaced by fla's are where the model calls them."""
 
 import importlib.util
 import json
@@ -11,13 +12,17 @@ import pytest
 BENCH = Path(__file__).parents[1] / "bench"
 
 
-@pytest.fixture(scope="module")
-def runner() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench_all", BENCH / "all.py")
+def loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["bench_all"] = module  # where dataclasses look for their annotations
+    sys.modules[spec.name] = module  # where dataclasses look for their annotations
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModuleType:
+    return loaded("all")
 
 
 def section(runner, tmp_path, program: str, monkeypatch):
@@ -71,3 +76,10 @@ def test_times_are_printed_over_the_floor_and_over_ours(runner, tmp_path, capsys
     assert ["fla.step_graph_ms", "12.0000", "6.00", "x", "floor", "3.00", "x", "ours"] in lines
     assert ["ours.eager_ms", "3.0000", "3.00", "x", "floor"] in lines
     assert not any("step_peak_gib" in word for line in lines for word in line)
+
+
+def test_fla_replaces_operators_where_the_model_finds_them():
+    for places in loaded("fla_ops").REPLACED.values():
+        for place, _ in places:
+            module, _, name = place.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), place
