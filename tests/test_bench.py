@@ -1,5 +1,5 @@
-"""`bench/all.py` and what it runs: sections end as they are said to and are printed over floors, and
-operators that are replaced by fla's are where the model calls them."""
+"""`bench/all.py` and what it runs: sections end as they are said to, times are printed over floors,
+and operators are replaced by fla's where the model calls them."""
 
 import importlib.util
 import json
