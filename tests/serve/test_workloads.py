@@ -86,6 +86,23 @@ def test_a_cache_changes_no_text(workload: tuple[Toy, list]) -> None:
     run(*workload)
 
 
+def test_cpu_memory_that_is_written_twice_in_a_step_holds_what_came_last() -> None:
+    cache = CacheConfig(
+        num_pages=81,
+        page_size=1,
+        hash_block=1,
+        num_state_groups=1,
+        retention_interval=1,
+        host_pages=5,
+        cold_pages=1,
+        value_weight=0.0,
+    )
+    limits = SchedulerConfig(max_running=3, max_step_tokens=4, max_skips=0)
+    requests = [([0], 1), (list(range(28)), 1), ([0], 19), ([14, 17, 20, 0], 1), ([0], 1)]
+    events = [(0, "submit", (n, *request, 0)) for n, request in enumerate(requests)]
+    run(Toy(cache, limits), [*events, (18, "submit", (9, [14, 17, 20, 0, 0], 1, 0))])
+
+
 @pytest.mark.slow
 @settings(max_examples=4000)
 @given(workloads())

@@ -135,11 +135,10 @@ class Toy:
     def _move_pages(self, plan: StepPlan) -> None:
         self._land()
         ops = plan.ops
-        for source, target in ops.stores:
-            self.host[target] = dict(self.pages[source])
-        for sources, targets in ops.packs:
-            for target in targets:
-                self.host[target] = [dict(self.pages[source]) for source in sources]
+        for sources, targets, is_packed in ops.stores:
+            states = [dict(self.pages[source]) for source in sources]
+            values = [states] * len(targets) if is_packed else states
+            self.host |= dict(zip(targets, values, strict=True))
         for source, target in ops.loads:
             self.pages[target] = dict(self.host[source])
         for sources, targets in ops.unpacks:

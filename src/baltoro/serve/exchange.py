@@ -9,7 +9,7 @@ hit, or dropped, in the next.
 
 from collections.abc import Iterable, Sequence
 
-from baltoro.serve.pages import CacheConfig, CacheStats, PageOps
+from baltoro.serve.pages import CacheConfig, CacheStats, PageOps, Store
 from baltoro.serve.tier import Checkpoint, Found, Tier, cover
 
 
@@ -179,12 +179,12 @@ class Exchange:
         if not self.config.is_cold_packed:
             return tuple(self._store(source) for source in sources)
         targets = tuple(self.host.take() for _ in range(self.config.num_cold_pages))
-        self.ops.packs.append((sources, targets))
+        self.ops.stores.append(Store(sources, targets, is_packed=True))
         self.stats.num_written_back += len(targets)
         return targets
 
     def _store(self, source: int) -> int:
         target = self.host.take()
-        self.ops.stores.append((source, target))
+        self.ops.stores.append(Store((source,), (target,)))
         self.stats.num_written_back += 1
         return target

@@ -1,10 +1,19 @@
 """Records of the cache account: settings, a sequence's pages, a step's page movements, counts."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baltoro.serve.tier import Checkpoint
 
 StateMove = tuple[tuple[int, ...], tuple[int, ...]]  # pages of one state here and there
+
+
+class Store(NamedTuple):
+    """Pages to CPU memory: each to its own, or the pages of one state packed."""
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    is_packed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +68,7 @@ class CacheConfig:
 class PageOps:
     """Page movements of one step, in the order in which they must run."""
 
-    stores: list[tuple[int, int]] = field(default_factory=list)  # (page, host page)
-    packs: list[StateMove] = field(default_factory=list)  # (pages, host pages): states, packed
+    stores: list[Store] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)  # (host page, page)
     unpacks: list[StateMove] = field(default_factory=list)  # (host pages, pages)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)

@@ -91,10 +91,11 @@ class PagePool:
         if self._arrival is not None:
             self._arrival.wait()
             self._arrival = None
-        for source, target in ops.stores:
-            self.host_pages[target].copy_(self.pages[source])
-        for sources, targets in ops.packs:
-            for target, page in zip(targets, self._cold.packed(sources), strict=True):
+        for sources, targets, is_packed in ops.stores:
+            pages = (
+                self._cold.packed(sources) if is_packed else map(self.pages.__getitem__, sources)
+            )
+            for target, page in zip(targets, pages, strict=True):
                 self.host_pages[target].copy_(page)
         self._load(ops.loads, ops.unpacks)
         _copy_pages(self.pages, ops.copies)
