@@ -12,7 +12,7 @@ from torch import Tensor
 from baltoro.model.config import MoeConfig
 from baltoro.model.moe import Router
 from baltoro.ops.impl import ImplError
-from baltoro.ops.moe import dense, grouped, route
+from baltoro.ops.moe import dense, grouped, route, router_logits
 from baltoro.ops.moe import triton as kernels
 from baltoro.ops.moe.shared import Glu, sorted_pairs
 from baltoro.ops.moe.triton import sort
@@ -139,6 +139,22 @@ def test_a_router_in_bf16_has_the_scores_of_fp32():
     wide = (x.double() @ router.weight.double().T).sigmoid()
     with torch.no_grad():
         assert (router(x).scores - wide).abs().max() < 1e-5
+
+
+@gpu
+@pytest.mark.parametrize("num_tokens", [1, 1001])
+def test_router_logits_of_bf16_and_their_gradients_are_those_of_fp32(num_tokens):
+    x, weight, probe = (
+        randn(num_tokens, 768).cuda(), randn(64, 768).cuda() / 28, randn(num_tokens, 64).cuda()
+    )  # fmt: skip
+    leaves = [each.bfloat16().requires_grad_() for each in (x, weight)]
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    logits, exact = router_logits(*leaves), wide[0] @ wide[1].T
+    assert logits.dtype == torch.float32 and relative_error(logits, exact) < 1e-6
+    found = torch.autograd.grad(logits, leaves, probe.float())
+    expected = torch.autograd.grad(exact, wide, probe)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < 2**-8 / 2
 
 
 @gpu

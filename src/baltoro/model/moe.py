@@ -15,7 +15,7 @@ from baltoro.model.config import ModelConfig, MoeConfig
 from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.model.mlp import Mlp
 from baltoro.model.norm import backbone_norm
-from baltoro.ops.moe import Routing, moe_experts, moe_experts_mxfp4, route
+from baltoro.ops.moe import Routing, moe_experts, moe_experts_mxfp4, route, router_logits
 from baltoro.ops.mxfp4 import GROUP_SIZE, Mxfp4Tensor
 
 
@@ -44,7 +44,7 @@ class Router(nn.Module):
         """`[T, D]` to scores, expert ids and weights; `replay_ids` are choices made elsewhere."""
         config = self.config
         return route(
-            self._logits(x_TD),
+            router_logits(x_TD, self.weight),
             self.expert_bias,
             num_experts_per_token=config.num_experts_per_token,
             activation=config.router_activation,
@@ -56,14 +56,6 @@ class Router(nn.Module):
             replay_ids=replay_ids,
             impl=self.impl if replay_ids is None else "torch",
         )
-
-    def _logits(self, x_TD: Tensor) -> Tensor:
-        is_bf16 = x_TD.dtype == self.weight.dtype == torch.bfloat16
-        if x_TD.is_cuda and is_bf16 and not torch.is_grad_enabled():
-            # products of two bf16 numbers are exact in fp32: widening them first adds nothing
-            return torch.mm(x_TD, self.weight.mT, out_dtype=torch.float32)
-        dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        return nn.functional.linear(x_TD.to(dtype), self.weight.to(dtype))
 
 
 class Experts(nn.Module):

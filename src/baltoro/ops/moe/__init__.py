@@ -11,11 +11,11 @@ from torch import Tensor
 
 from baltoro.ops.impl import choose
 from baltoro.ops.moe import dense, grouped, reference
-from baltoro.ops.moe.routing import Routing, route
+from baltoro.ops.moe.routing import Routing, route, router_logits
 from baltoro.ops.moe.shared import Glu
 from baltoro.ops.mxfp4 import Mxfp4Tensor, check_mxfp4
 
-__all__ = ["Routing", "moe_experts", "moe_experts_mxfp4", "route"]
+__all__ = ["Routing", "moe_experts", "moe_experts_mxfp4", "route", "router_logits"]
 
 _EXPERTS = {
     "reference": reference.moe_experts,

@@ -25,7 +25,7 @@ from baltoro.ops.moe import triton as moe
 from baltoro.ops.moe.shared import Glu
 from baltoro.ops.moe.triton import glu_parts
 from baltoro.ops.mxfp4 import GROUP_SIZE, Mxfp4Tensor
-from baltoro.ops.triton import cdiv
+from baltoro.ops.triton import cdiv, enqueue
 
 GROUP = tl.constexpr(GROUP_SIZE)
 MAX_MEAN_TOKENS = 64  # of an expert: with more, products of bf16 weights are grouped ones
@@ -124,7 +124,6 @@ def product(
         if WIDTH % B != 0:
             is_x = is_token & (inputs < WIDTH)[None, :]
             is_weight = is_row & (inputs < WIDTH)[None, :]
-        token_tile = tl.load(x[:, None] + inputs[None, :], mask=is_x, other=0.0)
         if IS_PACKED:
             code_bytes = first // 2 + tl.arange(0, B // 2)
             groups = first // GROUP + tl.arange(0, B // GROUP)
@@ -139,11 +138,13 @@ def product(
                 scale + rows[:, None] * (WIDTH // GROUP) + groups[None, :], mask=is_group, other=0
             )
             tile = decoded(codes, exponents, M, B, IS_PLAIN)
+            token_tile = tl.load(x[:, None] + inputs[None, :], mask=is_x, other=0.0)
             token_tile = in_code_order(token_tile, N, B)
         else:
             tile = tl.load(
                 weight + rows[:, None] * WIDTH + inputs[None, :], mask=is_weight, other=0.0
             )
+            token_tile = tl.load(x[:, None] + inputs[None, :], mask=is_x, other=0.0)
         if IS_PLAIN:
             tile, token_tile = tile.to(tl.float32), token_tile.to(tl.float32)
         total = tl.dot(tile, tl.trans(token_tile), total)
@@ -171,7 +172,7 @@ def slot_of(ids, pair, slots, stops, N: tl.constexpr, IS_SINGLE: tl.constexpr):
 def gate_up_kernel(
     x, weight, scale, ids, pair, slots, stops, act, beta, linear_beta,
     A: tl.constexpr, Z: tl.constexpr, F: tl.constexpr,
-    IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr,
+    IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SQUARE: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_SINGLE: tl.constexpr, IS_PLAIN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +190,9 @@ def gate_up_kernel(
         # rounded as pre-activations in memory would be
         total = total.to(act.dtype.element_ty).to(tl.float32)
         gate, up = tl.split(tl.permute(tl.reshape(total, [2, H, N]), [1, 2, 0]))
-        factor, _, up_factor, _ = glu_parts(gate, up, beta, linear_beta, IS_SITU, IS_CAPPED)
+        factor, _, up_factor, _ = glu_parts(
+            gate, up, beta, linear_beta, IS_SITU, IS_CAPPED, IS_SQUARE, IS_EXACT
+        )
         columns = tl.program_id(0) * H + tl.arange(0, H)
         is_column = columns < F
         tl.store(
@@ -266,11 +269,13 @@ def moe_experts(
     act = x.new_empty((num_pairs, width))
     y = x.new_empty((num_pairs, num_outputs))
     form = {"IS_PACKED": is_packed, "IS_SINGLE": is_single, "IS_PLAIN": knobs.runtime.interpret}
-    gate_up_kernel[(cdiv(2 * width, first.rows), num_slots)](
+    enqueue(
+        gate_up_kernel, (cdiv(2 * width, first.rows), num_slots),
         x, gate_up, gate_up_scale, ids, pair, slots, stops, act, *moe.caps(glu),
-        A=num_active, Z=num_outputs, F=width, **moe.kind(glu), **form, **_sizes(first),
+        A=num_active, Z=num_outputs, F=width, **moe.kind(glu, x.dtype), **form, **_sizes(first),
     )  # fmt: skip
-    down_kernel[(cdiv(num_outputs, second.rows), num_slots)](
+    enqueue(
+        down_kernel, (cdiv(num_outputs, second.rows), num_slots),
         act, down, down_scale, ids, pair, slots, stops, y, F=width, Z=num_outputs,
         **form, **_sizes(second),
     )  # fmt: skip

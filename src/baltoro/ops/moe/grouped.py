@@ -30,6 +30,8 @@ class _Combine(Protocol):
 class Pieces(NamedTuple):
     """What stands between the products."""
 
+    # of one or two tensors `[T, Z]`, the rows `[TA]`
+    gather: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
     activate: Callable[[Tensor, Glu], Tensor]
     # from (d_act, inner, weights, pair, glu): weighted activation, d_inner, d_weights
     activate_backward: Callable[
@@ -79,7 +81,7 @@ def moe_experts_triton(
     def plan(expert_ids: Tensor, num_experts: int) -> _Plan:
         return _Plan(*triton.sort(expert_ids.contiguous(), num_experts))
 
-    pieces = Pieces(triton.activate, triton.activate_backward, triton.combine, plan)
+    pieces = Pieces(triton.gather, triton.activate, triton.activate_backward, triton.combine, plan)
     return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, pieces)
 
 
@@ -122,6 +124,10 @@ def _weighted_backward(
     return (act * weight).to(inner.dtype), d_inner, d_weights
 
 
+def _gather(x: Tensor, other: Tensor | None, row: Tensor) -> tuple[Tensor, Tensor | None]:
+    return x.index_select(0, row), None if other is None else other.index_select(0, row)
+
+
 def _combine(values: Tensor, row: Tensor, weights: Tensor, *, is_weighted: bool) -> Tensor:
     y = values.index_select(0, row).view(*weights.shape, values.shape[1])
     if not is_weighted:
@@ -136,7 +142,7 @@ def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
     return _Plan(*pairs, counts.cumsum(0, dtype=torch.int32))
 
 
-_PIECES = Pieces(activate, _weighted_backward, _combine, _plan)
+_PIECES = Pieces(_gather, activate, _weighted_backward, _combine, _plan)
 
 
 class _Experts(torch.autograd.Function):
@@ -152,7 +158,7 @@ class _Experts(torch.autograd.Function):
         pieces: Pieces,
     ) -> Tensor:
         plan = pieces.plan(expert_ids, gate_up_proj.shape[0])
-        x_sorted = x.index_select(0, plan.token)
+        x_sorted, _ = pieces.gather(x, None, plan.token)
         inner = F.grouped_mm(x_sorted, gate_up_proj.mT, offs=plan.stops)
         y_sorted = F.grouped_mm(pieces.activate(inner, glu), down_proj.mT, offs=plan.stops)
         ctx.save_for_backward(x, weights, gate_up_proj, down_proj, inner, *plan)
@@ -163,8 +169,8 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, gate_up_proj, down_proj, inner, token, pair, row, stops = ctx.saved_tensors
-        x_sorted = x.index_select(0, token)
-        d_y = d_out.index_select(0, token)
+        x_sorted, d_y = ctx.pieces.gather(x, d_out, token)
+        assert d_y is not None
         d_act = F.grouped_mm(d_y, down_proj, offs=stops)
         act, d_inner, d_weights = ctx.pieces.activate_backward(d_act, inner, weights, pair, ctx.glu)
         d_down = F.grouped_mm(d_y.mT, act, offs=stops)

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from baltoro.ops.impl import ImplError
 
@@ -89,6 +90,40 @@ def route(
         weights = weights * scaling_factor
     scores = scores if has_score_gradient else unbiased
     return Routing(scores, expert_ids, weights, num_rerouted)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """`x` `[T, D]` times `weight` `[E, D]` as fp32 (fp64 of fp64) `[T, E]`, and so its gradients.
+
+    A product of two bf16 numbers is exact in fp32, so bf16 on a GPU is not widened first; the
+    gradient of the logits then goes on as the sum of two bf16 numbers, 2^-17 from its value.
+    """
+    if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+        logits: Tensor = _Logits.apply(x, weight)
+        return logits
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(dtype), weight.to(dtype))
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.mT, out_dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        num_experts = weight.shape[0]
+        parts = x.new_empty((x.shape[0], 2 * num_experts))
+        high, low = parts.split(num_experts, 1)
+        high.copy_(d_logits)
+        torch.sub(d_logits, high, out=low)
+        d_x = torch.mm(parts, torch.cat((weight, weight)))
+        d_weights = torch.mm(parts.mT, x, out_dtype=torch.float32)
+        d_weight = torch.add(*d_weights.split(num_experts), out=torch.empty_like(weight))
+        return d_x, d_weight
 
 
 class _Law(NamedTuple):

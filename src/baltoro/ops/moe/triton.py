@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baltoro.ops.impl import ImplError
 from baltoro.ops.moe.shared import Glu
+from baltoro.ops.situ.triton import decay, reciprocal, tanh_and_slope
 from baltoro.ops.triton import cdiv, enqueue, padded_width, refuse_unserved
 
 __all__ = [
@@ -31,42 +32,39 @@ SUM_EPS = tl.constexpr(1e-20)  # of the released code, in the renormalisation
 MAX_EXPERTS = 1024  # scores of a token in one program
 MAX_SORTED = 8192  # pairs that every expert looks through
 SORT_BLOCK = 1024
-COUNTED, COMPARED = 512, 16  # pairs of a block, where blocks are counted; others at once
+COMPARED = 16  # pairs that each of a block is compared with at once
 
 
 @triton.jit
-def tanh(x):
-    """exp(-2 |x|) cannot overflow; below .05 its difference from one would cancel."""
-    decayed = tl.exp(-2.0 * tl.abs(x))
-    large = (1.0 - decayed) / (1.0 + decayed)
-    square = x * x
-    small = tl.abs(x) * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))
-    size = tl.where(tl.abs(x) < 0.05, small, large)
-    return tl.where(x < 0.0, -size, size)
-
-
-@triton.jit
-def glu_parts(gate, up, beta, linear_beta, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr):
-    """Gate factor, its slope, up factor, its slope."""
-    sigmoid = tl.sigmoid(gate)
+def glu_parts(
+    gate, up, beta, linear_beta,
+    IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SQUARE: tl.constexpr, IS_EXACT: tl.constexpr,
+):  # fmt: skip
+    """Gate factor, its slope, up factor, its slope; see `ops.situ.triton`."""
     if IS_SITU:
-        capped = tanh(gate / beta)
-        factor = beta * capped * sigmoid
-        slope = (1.0 - capped * capped) * sigmoid + factor * (1.0 - sigmoid)
+        e = decay(gate, 2.0 / beta)
+        s = e * e if IS_SQUARE else decay(gate, 1.0)
+        capped, slope = tanh_and_slope(gate, e, 1.0 / beta, IS_EXACT)
+        sigmoid = tl.where(gate < 0.0, s, 1.0) * reciprocal(1.0 + s, IS_EXACT)
+        capped *= beta
+        factor = capped * sigmoid
+        slope = sigmoid * (slope + capped * (1.0 - sigmoid))
     else:
+        sigmoid = tl.sigmoid(gate)
         factor = gate * sigmoid
         slope = sigmoid + factor * (1.0 - sigmoid)
     if IS_CAPPED:
-        capped_up = tanh(up / linear_beta)
-        return factor, slope, linear_beta * capped_up, 1.0 - capped_up * capped_up
+        e = decay(up, 2.0 / linear_beta)
+        capped_up, up_slope = tanh_and_slope(up, e, 1.0 / linear_beta, IS_EXACT)
+        return factor, slope, linear_beta * capped_up, up_slope
     return factor, slope, up, tl.full(up.shape, 1.0, tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def glu_kernel(
     inner, act, num_rows, beta, linear_beta,
-    F: tl.constexpr, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr,
-    R: tl.constexpr, B: tl.constexpr,
+    F: tl.constexpr, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SQUARE: tl.constexpr,
+    IS_EXACT: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """A tile of pairs and columns; grid (pairs, columns)."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -75,7 +73,9 @@ def glu_kernel(
     source = inner + rows[:, None] * (2 * F) + columns[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
-    factor, _, up_factor, _ = glu_parts(gate, up, beta, linear_beta, IS_SITU, IS_CAPPED)
+    factor, _, up_factor, _ = glu_parts(
+        gate, up, beta, linear_beta, IS_SITU, IS_CAPPED, IS_SQUARE, IS_EXACT
+    )
     target = act + rows[:, None] * F + columns[None, :]
     tl.store(target, (factor * up_factor).to(act.dtype.element_ty), mask=mask)
 
@@ -83,8 +83,8 @@ def glu_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def glu_backward_kernel(
     d_act, inner, weight, pair, d_inner, act, d_weight, num_rows, beta, linear_beta,
-    F: tl.constexpr, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr,
-    R: tl.constexpr, B: tl.constexpr,
+    F: tl.constexpr, IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SQUARE: tl.constexpr,
+    IS_EXACT: tl.constexpr, R: tl.constexpr, B: tl.constexpr,
 ):  # fmt: skip
     """Pairs over all columns: gradient of `inner`, weighted activation, gradient of the weight."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -102,7 +102,7 @@ def glu_backward_kernel(
         up = tl.load(inner + source + F, mask=mask, other=0.0).to(tl.float32)
         d = tl.load(d_act + single, mask=mask, other=0.0).to(tl.float32)
         factor, slope, up_factor, up_slope = glu_parts(
-            gate, up, beta, linear_beta, IS_SITU, IS_CAPPED
+            gate, up, beta, linear_beta, IS_SITU, IS_CAPPED, IS_SQUARE, IS_EXACT
         )
         total += tl.sum(d * factor * up_factor, axis=1)
         d *= scale[:, None]
@@ -110,6 +110,23 @@ def glu_backward_kernel(
         tl.store(d_inner + source + F, (d * factor * up_slope).to(low), mask=mask)
         tl.store(act + single, (scale[:, None] * factor * up_factor).to(low), mask=mask)
     tl.store(d_weight + pairs, total, mask=is_row)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gather_kernel(
+    x, other, row, x_out, other_out, num_rows, Z: tl.constexpr, R: tl.constexpr, B: tl.constexpr
+):  # fmt: skip
+    """A tile of rows and columns, of two tensors if there are two; grid (rows, columns)."""
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    columns = tl.program_id(1) * B + tl.arange(0, B)
+    mask = (rows < num_rows)[:, None] & (columns < Z)[None, :]
+    source = tl.load(row + rows, mask=rows < num_rows, other=0)
+    source = source[:, None] * Z + columns[None, :]
+    target = rows[:, None] * Z + columns[None, :]
+    value = tl.load(x + source, mask=mask, other=0.0)
+    if other is not None:
+        tl.store(other_out + target, tl.load(other + source, mask=mask, other=0.0), mask=mask)
+    tl.store(x_out + target, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -382,22 +399,23 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
             B=sort_block(num_pairs), N=1, num_warps=WARPS,
         )  # fmt: skip
         return token, pair, row, stops
-    num_blocks, padded = cdiv(num_pairs, COUNTED), max(32, padded_width(num_experts))
+    padded, block = max(32, padded_width(num_experts)), counted(num_experts)
+    num_blocks = cdiv(num_pairs, block)
     counts = stops.new_empty((num_blocks, num_experts))
     firsts = torch.empty_like(counts)
     enqueue(
         count_kernel, (num_blocks,),
-        expert_ids, counts, num_pairs, E=num_experts, BE=padded, B=COUNTED, num_warps=WARPS,
+        expert_ids, counts, num_pairs, E=num_experts, BE=padded, B=block, num_warps=WARPS,
     )  # fmt: skip
     enqueue(
         first_kernel, (1,),
-        counts, firsts, stops, num_blocks, E=num_experts, BE=padded, R=max(1, 4096 // padded),
+        counts, firsts, stops, num_blocks, E=num_experts, BE=padded, R=max(1, 8192 // padded),
         num_warps=2 * WARPS,
     )  # fmt: skip
     enqueue(
         place_kernel, (num_blocks,),
-        expert_ids, firsts, token, pair, row, num_pairs, E=num_experts, A=num_active, B=COUNTED,
-        C=COMPARED, num_warps=2 * WARPS,
+        expert_ids, firsts, token, pair, row, num_pairs, E=num_experts, A=num_active, B=block,
+        C=COMPARED, num_warps=block // 64,
     )  # fmt: skip
     return token, pair, row, stops
 
@@ -421,6 +439,11 @@ def sort_slots(
     return pair, stops, slots
 
 
+def counted(num_experts: int) -> int:
+    """Pairs of a block, where blocks are counted: counts of many experts are for more pairs."""
+    return 128 if num_experts <= 128 else 512
+
+
 def sort_block(num_pairs: int) -> int:
     """Pairs that an expert looks at together."""
     return min(SORT_BLOCK, padded_width(max(num_pairs, 16)))
@@ -435,7 +458,7 @@ def activate(inner: Tensor, glu: Glu) -> Tensor:
     if num_rows:
         enqueue(
             glu_kernel, grid,
-            inner, act, num_rows, *caps(glu), F=width, **kind(glu), R=ROWS, B=block,
+            inner, act, num_rows, *caps(glu), F=width, **kind(glu, inner.dtype), R=ROWS, B=block,
             num_warps=WARPS,
         )  # fmt: skip
     return act
@@ -456,9 +479,26 @@ def activate_backward(
         enqueue(
             glu_backward_kernel, (cdiv(num_rows, ROWS),),
             d_act, inner, weight, pair, d_inner, act, d_weight, num_rows, *caps(glu), F=width,
-            **kind(glu), R=ROWS, B=block, num_warps=WARPS,
+            **kind(glu, inner.dtype), R=ROWS, B=block, num_warps=WARPS,
         )  # fmt: skip
     return act, d_inner, d_weight
+
+
+def gather(x: Tensor, other: Tensor | None, row: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Rows `row` `[TA]` of one or two tensors `[T, Z]` of one dtype."""
+    num_rows, width = row.shape[0], x.shape[1]
+    x_out = x.new_empty((num_rows, width))
+    other_out = None
+    if other is not None:
+        other, other_out = other.contiguous(), torch.empty_like(x_out)
+    block = min(COLUMNS, padded_width(width))
+    if num_rows:
+        enqueue(
+            gather_kernel, (cdiv(num_rows, ROWS), cdiv(width, block)),
+            x.contiguous(), other, row, x_out, other_out, num_rows, Z=width, R=ROWS, B=block,
+            num_warps=WARPS,
+        )  # fmt: skip
+    return x_out, other_out
 
 
 def combine(values: Tensor, row: Tensor | None, weights: Tensor, *, is_weighted: bool) -> Tensor:
@@ -483,6 +523,9 @@ def caps(glu: Glu) -> tuple[float, float]:
     return glu.beta, glu.linear_beta or 1.0
 
 
-def kind(glu: Glu) -> dict[str, bool]:
+def kind(glu: Glu, dtype: torch.dtype) -> dict[str, bool]:
     is_situ = glu.activation == "situ"
-    return {"IS_SITU": is_situ, "IS_CAPPED": is_situ and glu.linear_beta is not None}
+    return {
+        "IS_SITU": is_situ, "IS_CAPPED": is_situ and glu.linear_beta is not None,
+        "IS_SQUARE": glu.beta == 4.0, "IS_EXACT": dtype == torch.float32,
+    }  # fmt: skip
