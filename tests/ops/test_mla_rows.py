@@ -6,7 +6,7 @@ from ops.earned import randn
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from torch import Tensor
 
-from baltoro.ops.mla.rows import append_rows, latent_rows, sigmoid_gated
+from baltoro.ops.mla.rows import append_rows, latent_rows, next_rows, sigmoid_gated
 
 EPS = 1e-6
 
@@ -32,6 +32,25 @@ def gated(impl: str, dtype: torch.dtype, num_tokens: int, device: str = "cpu") -
     gate = 3.0 * randn(num_tokens, 100, seed=1).to(device, dtype)[:, 9:81]
     with torch.no_grad():
         return sigmoid_gated(y, gate, impl=impl)
+
+
+def assert_moved_on(impl: str, num_rows: int, device: str = "cpu") -> None:
+    positions = (torch.arange(num_rows) * 7 % 30).to(device)
+    steps = (torch.arange(num_rows) % 3 > 0).long().to(device)
+    table = torch.arange(100, 100 + 9 * num_rows, dtype=torch.int32).view(num_rows, 9).to(device)
+    before = positions.clone()
+    found = next_rows(positions, steps, table[:, 1:], 4, impl=impl)
+    rows = torch.arange(num_rows, device=device)
+    assert torch.equal(found.pages, 101 + 9 * rows + before // 4)
+    assert torch.equal(found.places, before % 4)
+    assert torch.equal(positions, before + steps)
+    assert torch.equal(found.lengths, positions.int())
+
+
+def test_positions_move_on_and_rows_go_where_they_were() -> None:
+    assert_moved_on("torch", 11)
+    with pytest.raises(ValueError, match=r"steps: expected int64 \[2\]"):
+        next_rows(torch.zeros(2).long(), torch.zeros(2), torch.zeros(2, 3).int(), 4, impl="torch")
 
 
 @pytest.mark.parametrize("rank", [5, 8])
@@ -62,8 +81,10 @@ import warnings
 
 warnings.simplefilter("ignore")
 import torch
-from ops.test_mla_rows import appended, gated
+from ops.test_mla_rows import appended, assert_moved_on, gated
 
+assert_moved_on("triton", 0)
+assert_moved_on("triton", 131)
 for num_tokens, rank, width in ((1, 5, 8), (7, 8, 8), (9, 20, 29), (0, 5, 8)):
     found, expected = appended("triton", torch.float32, num_tokens, rank, width)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
@@ -85,6 +106,7 @@ def test_the_kernels_round_where_plain_operators_round(dtype: torch.dtype) -> No
     found, expected = appended("triton", dtype, 19, 256, 320, "cuda")
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=8e-3)
     assert (found == expected).double().mean() > (0.99 if dtype == torch.bfloat16 else 0.3)
+    assert_moved_on("triton", 300, "cuda")
     for num_tokens in (1, 300):
         ours, plain = (gated(impl, dtype, num_tokens, "cuda") for impl in ("triton", "torch"))
         torch.testing.assert_close(ours, plain)

@@ -20,6 +20,7 @@ from baltoro.model.beside import at_once
 from baltoro.model.config import ModelConfig
 from baltoro.model.model import Model
 from baltoro.model.moe import Moe
+from baltoro.ops.mla.rows import next_rows
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool
 
@@ -92,16 +93,15 @@ class _RowCache(PagedCache):
     """The pages of the first `size` rows, read from the batch's own tensors."""
 
     def __init__(self, batch: "ResidentBatch", size: int) -> None:
-        positions_N = batch.positions[:size]
         page_size = batch.pool.layout.page_size
         self.form = "decode"
         self._pool = batch.pool
         self._state_pages_GN = batch.slots[:, :size]
         self._pages_NP = batch.page_table[:size]
-        self._lengths_N = (positions_N + batch.is_used[:size]).to(torch.int32)
-        places_N1 = (positions_N // page_size)[:, None]
-        self._new_pages_T = self._pages_NP.gather(1, places_N1).squeeze(1).long()
-        self._new_rows_T = positions_N % page_size
+        impl = batch.model.config.impl.attention_decode
+        self._new_pages_T, self._new_rows_T, self._lengths_N = next_rows(
+            batch.positions[:size], batch.is_used[:size], self._pages_NP, page_size, impl=impl
+        )
 
 
 class ResidentBatch:
@@ -210,6 +210,4 @@ class ResidentBatch:
     def _compute(self, size: int) -> Tensor:
         cache = _RowCache(self, size)
         output = self.model(self.tokens[:size], self._cu_seqlens[: size + 1], cache)
-        logits_NW = self.model.lm_head(output.hidden)
-        self.positions[:size].add_(self.is_used[:size])
-        return logits_NW
+        return self.model.lm_head(output.hidden)

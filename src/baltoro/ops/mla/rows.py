@@ -1,15 +1,42 @@
-"""Two steps beside attention over latents: a token's row into its page, and the output gate.
+"""Steps beside attention over latents: where a token's row goes, its way there, the output gate.
 
     row = rms(c) * weight, then the shared part as it is        y * sigmoid(gate), each rounded
 
 `impl="triton"` is one kernel each, without gradients.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from ..impl import ImplError, choose
 from ..rms_norm import rms_norm
+
+
+class NextRows(NamedTuple):
+    """Where the next row of each sequence goes, and how many it then has."""
+
+    pages: Tensor  # [N] int64
+    places: Tensor  # [N] int64, in the page
+    lengths: Tensor  # [N] int32
+
+
+def next_rows(
+    positions: Tensor, steps: Tensor, page_table: Tensor, page_size: int, *, impl: str
+) -> NextRows:
+    """Move `positions` `[N]` on by `steps` `[N]`, 0 or 1, both int64: rows are at the old ones.
+
+    `page_table` is int32 `[N, P]`.
+    """
+    shape = (page_table.shape[0],)
+    for name, x in (("positions", positions), ("steps", steps)):
+        if x.dtype != torch.int64 or x.shape != shape:
+            raise ValueError(
+                f"{name}: expected int64 {list(shape)} to go with page_table, got {x.dtype} "
+                f"{list(x.shape)}"
+            )
+    return NextRows(*choose("next_rows", impl, _NEXT)(positions, steps, page_table, page_size))
 
 
 def latent_rows(raw: Tensor, weight: Tensor, *, eps: float, impl: str) -> Tensor:
@@ -58,6 +85,24 @@ def sigmoid_gated(y: Tensor, gate_logits: Tensor, *, impl: str) -> Tensor:
     return choose("sigmoid_gated", impl, _GATED)(y, gate_logits)
 
 
+def _next(
+    positions: Tensor, steps: Tensor, page_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    pages = page_table.gather(1, (positions // page_size)[:, None]).squeeze(1).long()
+    places = positions % page_size
+    return pages, places, positions.add_(steps).to(torch.int32)
+
+
+def _next_triton(
+    positions: Tensor, steps: Tensor, page_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        from . import rows_triton
+    except ModuleNotFoundError as error:
+        raise ImplError(f"next_rows: impl='triton' needs triton ({error})") from error
+    return rows_triton.next_rows(positions, steps, page_table, page_size)
+
+
 def _append(
     raw: Tensor, weight: Tensor, latents: Tensor, pages: Tensor, places: Tensor, eps: float
 ) -> None:
@@ -86,5 +131,6 @@ def _gated_triton(y: Tensor, gate_logits: Tensor) -> Tensor:
     return rows_triton.sigmoid_gated(y, gate_logits)
 
 
+_NEXT = {"reference": _next, "torch": _next, "triton": _next_triton}
 _APPEND = {"reference": _append, "torch": _append, "triton": _append_triton}
 _GATED = {"reference": _gated, "torch": _gated, "triton": _gated_triton}

@@ -1,12 +1,30 @@
-"""`rows` on an NVIDIA GPU: a program takes a token."""
+"""`rows` on an NVIDIA GPU: a program takes a token, or looks where many go."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import padded_width, refuse_unserved
+from ..triton import cdiv, padded_width, refuse_unserved
 
 NUM_WARPS = 2
+ROWS = 128  # whose places a program looks up
+
+
+@triton.jit
+def next_kernel(
+    positions, steps, page_table, pages, places, lengths, num_rows, table_stride,
+    SIZE: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * B + tl.arange(0, B)
+    is_row = n < num_rows
+    position = tl.load(positions + n, mask=is_row, other=0)
+    after = position + tl.load(steps + n, mask=is_row, other=0)
+    page = tl.load(page_table + n * table_stride + position // SIZE, mask=is_row, other=0)
+    tl.store(pages + n, page.to(tl.int64), mask=is_row)
+    tl.store(places + n, position % SIZE, mask=is_row)
+    tl.store(lengths + n, after.to(tl.int32), mask=is_row)
+    tl.store(positions + n, after, mask=is_row)
 
 
 @triton.jit
@@ -45,6 +63,23 @@ def gate_kernel(
     low = out.dtype.element_ty
     gate = tl.sigmoid(gate.to(tl.float32)).to(low).to(tl.float32)
     tl.store(out + t * (H * V) + places, (x.to(tl.float32) * gate).to(low), mask=is_here)
+
+
+def next_rows(
+    positions: Tensor, steps: Tensor, page_table: Tensor, page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`baltoro.ops.mla.rows.next_rows`, whose checks have passed."""
+    integers = (torch.int32, torch.int64)
+    refuse_unserved("next_rows", positions, steps, page_table, dtypes=integers)
+    num_rows = len(positions)
+    pages, places = positions.new_empty(num_rows), positions.new_empty(num_rows)
+    lengths = page_table.new_empty(num_rows)
+    if num_rows:
+        next_kernel[(cdiv(num_rows, ROWS),)](
+            positions, steps, page_table, pages, places, lengths, num_rows, page_table.stride(0),
+            SIZE=page_size, B=ROWS, num_warps=ROWS // 32,
+        )  # fmt: skip
+    return pages, places, lengths
 
 
 def append_rows(

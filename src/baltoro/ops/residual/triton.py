@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baltoro.ops.attn_res.triton import load_query, load_row
 from baltoro.ops.residual import Query
 from baltoro.ops.triton import add_pairs, enqueue, padded_width, refuse_unserved
 
@@ -31,15 +30,16 @@ def read_kernel(
     low = normed.dtype.element_ty
     rows: tl.tuple = ()
     for j in tl.static_range(S):
-        rows += (load_row(sources[j], start, columns, is_column),)
+        rows += (tl.load(sources[j] + start + columns, mask=is_column, other=0.0),)
     scale = tl.load(weight + columns, mask=is_column, other=0.0).to(tl.float32)
     last = rows[S - 1]
     if HAS_PENDING:
-        added = load_row(pending, start, columns, is_column)
+        added = tl.load(pending + start + columns, mask=is_column, other=0.0)
         last = (last.to(tl.float32) + added.to(tl.float32)).to(low)
         tl.store(summed + start + columns, last, mask=is_column)
     if IS_MIXED:
-        query = load_query(norm_weight, proj_weight, columns, is_column)  # [BD]
+        query = tl.load(norm_weight + columns, mask=is_column, other=0.0).to(tl.float32)  # [BD]
+        query *= tl.load(proj_weight + columns, mask=is_column, other=0.0).to(tl.float32)
         top = float("-inf")
         scores: tl.tuple = ()
         for j in tl.static_range(S):
