@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from baltoro.model.model import Model
-from baltoro.ops.draw import draw_tokens
+from baltoro.ops.draw import Drawn, as_numbers, draw_tokens
 from baltoro.serve.pages import Table
 from baltoro.serve.pool import PagedCache, PagePool, Piece, Span, VerifyCache, sent
 from baltoro.serve.prefill import PrefillBatch
@@ -327,7 +327,7 @@ class Runner:
         is_free = all(sequence.constraint is None for sequence in sequences)
         if drawing.is_whole and is_free and not most:
             found = draw_tokens(logits_NW, drawing.scale, drawing.noise, impl=self._draw_impl)
-            return self._sent_off(sequences, is_allowed, version, *found, None)
+            return self._sent_off(sequences, is_allowed, version, found, None)
         lowest_N = logits_NW.amin(-1)  # NaN if there is one
         logits_NW = logits_NW.float()
         for sequence, draft in (drafts or {}).items():
@@ -337,31 +337,29 @@ class Runner:
                 is_allowed[rows] = _constrain(sequence.constraint, draft, logits_NW[rows])
         ids_N, logprobs_NW = draw(logits_NW, drawing)
         logprobs_N = logprobs_NW.gather(-1, ids_N[:, None]).squeeze(-1)
-        is_sound_N = lowest_N.isfinite() & logprobs_N.isfinite()
+        found = Drawn(ids_N, as_numbers(ids_N, logprobs_N, lowest_N))
         top = None
         if most:
             best = logprobs_NW.topk(min(most, logprobs_NW.shape[-1]))
             top = torch.stack([best.indices.double(), best.values.double()])
-        return self._sent_off(sequences, is_allowed, version, ids_N, logprobs_N, is_sound_N, top)
+        return self._sent_off(sequences, is_allowed, version, found, top)
 
     def _sent_off(
         self,
         sequences: list[Sequence],
         is_allowed: list[bool],
         version: str,
-        ids_N: Tensor,
-        logprobs_N: Tensor,
-        is_sound_N: Tensor,
+        found: Drawn,
         top: Tensor | None,
     ) -> _Drawn:
         """Results on their way to the host."""
-        numbers = _sent(torch.stack([ids_N.double(), logprobs_N.double(), is_sound_N.double()]))
+        numbers = _sent(found.numbers)
         top = None if top is None else _sent(top)
         arrival = torch.cuda.Event() if self.device.type == "cuda" else None
         if arrival is not None:
             arrival.record()
         tables = {sequence: sequence.table for sequence in sequences}
-        return _Drawn(sequences, tables, is_allowed, version, ids_N, numbers, top, arrival)
+        return _Drawn(sequences, tables, is_allowed, version, found.ids, numbers, top, arrival)
 
 
 def _sent(x: Tensor) -> Tensor:

@@ -30,8 +30,9 @@ class Drawn(NamedTuple):
     """A token of each row."""
 
     ids: Tensor  # [N] int64
-    logprobs: Tensor  # [N] fp32, after the temperature
-    is_sound: Tensor  # [N] bool: whether all logits and the log-probability are finite
+    # [3, N] fp64, in one piece for the host: the id, its log-probability after the temperature in
+    # fp32, and 1 where all logits and that are finite, else 0
+    numbers: Tensor
 
 
 def _torch(logits_NW: Tensor, scale: Tensor | None, noise: Noise | None) -> Drawn:
@@ -42,7 +43,13 @@ def _torch(logits_NW: Tensor, scale: Tensor | None, noise: Noise | None) -> Draw
     logprobs_NW = logits_NW.log_softmax(-1)
     ids_N = perturbed(logprobs_NW, noise).argmax(-1)
     logprobs_N = logprobs_NW.gather(-1, ids_N[:, None]).squeeze(-1)
-    return Drawn(ids_N, logprobs_N, lowest_N.isfinite() & logprobs_N.isfinite())
+    return Drawn(ids_N, as_numbers(ids_N, logprobs_N, lowest_N))
+
+
+def as_numbers(ids_N: Tensor, logprobs_N: Tensor, lowest_N: Tensor) -> Tensor:
+    """`Drawn.numbers`; `lowest_N` are the lowest logits, NaN if one is."""
+    is_sound_N = lowest_N.isfinite() & logprobs_N.isfinite()
+    return torch.stack([ids_N.double(), logprobs_N.double(), is_sound_N.double()])
 
 
 def perturbed(logprobs_NW: Tensor, noise: Noise | None) -> Tensor:

@@ -94,8 +94,8 @@ def part_kernel(
 
 @triton.jit
 def join_kernel(
-    maxima, sums, best, best_logits, part_ids, is_finite, ids, logprobs, is_sound, num_parts,
-    width, BP: tl.constexpr,
+    maxima, sums, best, best_logits, part_ids, is_finite, ids, numbers, num_rows, num_parts, width,
+    BP: tl.constexpr,
 ):  # fmt: skip
     """The parts of one row; grid (rows)."""
     n = tl.program_id(0)
@@ -114,15 +114,16 @@ def join_kernel(
     logprob = logit - top - tl.log(total)
     is_whole = tl.min(tl.load(is_finite + places, mask=is_part, other=1).to(tl.int32), 0) != 0
     # logits that are not numbers must not lead beyond the words
-    tl.store(ids + n, tl.minimum(token, width - 1).to(tl.int64))
-    tl.store(logprobs + n, logprob)
-    tl.store(is_sound + n, is_whole & (logprob - logprob == 0.0))
+    token = tl.minimum(token, width - 1)
+    tl.store(ids + n, token.to(tl.int64))
+    tl.store(numbers + n, token.to(tl.float64))
+    tl.store(numbers + num_rows + n, logprob.to(tl.float64))
+    is_sound = is_whole & (logprob - logprob == 0.0)
+    tl.store(numbers + 2 * num_rows + n, is_sound.to(tl.float64))
 
 
-def draw_tokens(
-    logits: Tensor, scale: Tensor | None, noise: Noise | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, log-probabilities and soundness of `baltoro.ops.draw.draw_tokens`."""
+def draw_tokens(logits: Tensor, scale: Tensor | None, noise: Noise | None) -> tuple[Tensor, Tensor]:
+    """Ids and numbers of `baltoro.ops.draw.draw_tokens`."""
     refuse_unserved("draw_tokens", logits)
     N, W = logits.shape
     rows = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -134,8 +135,7 @@ def draw_tokens(
     part_ids = logits.new_empty((N, num_parts), dtype=torch.int32)
     is_finite = logits.new_empty((N, num_parts), dtype=torch.bool)
     ids = logits.new_empty(N, dtype=torch.int64)
-    logprobs = logits.new_empty(N, dtype=torch.float32)
-    is_sound = logits.new_empty(N, dtype=torch.bool)
+    numbers = logits.new_empty((3, N), dtype=torch.float64)
     if N > 0:
         is_drawn, seeds, steps = (None, None, None) if noise is None else noise
         part_kernel[(N, num_parts)](
@@ -145,7 +145,7 @@ def draw_tokens(
             num_warps=NUM_WARPS,
         )  # fmt: skip
         join_kernel[(N,)](
-            floats[0], floats[1], best, floats[2], part_ids, is_finite, ids, logprobs, is_sound,
-            num_parts, W, BP=padded_width(num_parts), num_warps=1,
+            floats[0], floats[1], best, floats[2], part_ids, is_finite, ids, numbers, N, num_parts,
+            W, BP=padded_width(num_parts), num_warps=1,
         )  # fmt: skip
-    return ids, logprobs, is_sound
+    return ids, numbers
