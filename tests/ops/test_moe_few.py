@@ -25,9 +25,10 @@ OPTIONS = {"activation": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}
 
 def experts_of(sizes: tuple[int, ...], device: str) -> tuple[Mxfp4Tensor, Mxfp4Tensor]:
     num_experts, _, latent, inner = sizes
-    gate_up = encode_mxfp4(randn(num_experts, 2 * inner, latent) / latent**0.5)
-    down = encode_mxfp4(randn(num_experts, latent, inner, seed=1) / inner**0.5)
-    return tuple(Mxfp4Tensor(*(field.to(device) for field in each)) for each in (gate_up, down))
+    draw = torch.Generator(device).manual_seed(0)
+    gate_up = torch.randn(num_experts, 2 * inner, latent, generator=draw, device=device)
+    down = torch.randn(num_experts, latent, inner, generator=draw, device=device)
+    return encode_mxfp4(gate_up / latent**0.5), encode_mxfp4(down / inner**0.5)
 
 
 def choice_of(num_tokens: int, sizes: tuple[int, ...], kind: str, device: str) -> Tensor:
