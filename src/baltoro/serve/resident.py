@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from baltoro.model.model import Model
 from baltoro.model.moe import Moe
 from baltoro.ops.mla.rows import next_rows
 from baltoro.serve.pages import Table
-from baltoro.serve.pool import PagedCache, PagePool
+from baltoro.serve.pool import PagedCache, PagePool, sent
 
 T = TypeVar("T")
 FED = -1  # in the place of a token: the one that was fed from the device
@@ -162,25 +163,22 @@ class ResidentBatch:
         """Put sequences into the first rows and leave the others empty."""
         num_groups, max_pages = len(self.slots), max(len(p.table.kv_pages) for p in places)
         size = self._size(len(places))
-        rows = [
-            [
-                place.token,
-                place.position,
-                1,
-                *place.table.state_pages,
-                *place.table.kv_pages,
-                *([0] * (max_pages - len(place.table.kv_pages))),
-            ]
-            for place in places
-        ]
-        empty = [0] * (3 + num_groups + max_pages)
-        packed = torch.tensor(rows + [empty] * (size - len(rows)), dtype=torch.int32)
-        packed = packed.to(self.tokens.device, non_blocking=True)
+        rows = np.zeros((size, 3 + num_groups + max_pages), np.int32)
+        for row, (table, position, token) in zip(rows, places, strict=False):
+            numbers = [token, position, 1, *table.state_pages, *table.kv_pages]
+            row[: len(numbers)] = numbers
+        (packed,) = sent([rows], self.tokens.device)
         self.tokens[:size] = torch.where(packed[:, 0] < 0, self.tokens[:size], packed[:, 0])
         self.positions[:size] = packed[:, 1]
         self.is_used[:size] = packed[:, 2]
         self.slots[:, :size] = packed[:, 3 : 3 + num_groups].T
         self.page_table[:size, :max_pages] = packed[:, 3 + num_groups :]
+
+    @torch.inference_mode()
+    def extend(self, pages: Sequence[tuple[int, int, int]]) -> None:
+        """Give rows more pages: row, number of the page among the row's, page of the pool."""
+        ((row_N, number_N, page_N),) = sent([np.array(pages).T], self.tokens.device)
+        self.page_table[row_N, number_N] = page_N.int()
 
     @torch.inference_mode()
     def feed(self, ids: Tensor) -> None:

@@ -227,8 +227,9 @@ class Runner:
         if going != self._placed:
             self.batch.feed(_latest(parts, [sequence for sequence, _ in going]))
             self._drawing = None
-        if going != self._placed or self._num_pages != [len(t.kv_pages) for _, t in going]:
             self._place([(sequence, FED) for sequence, _ in going])
+        else:
+            self._extend([table for _, table in going])
         if self._drawing is None:
             settings = [
                 Row(s.request.sampling, s.request.seed, len(s.new_tokens) + 1) for s, _ in going
@@ -253,6 +254,21 @@ class Runner:
         self.batch.place(places)
         self._placed = [(s, p.table) for (s, _), p in zip(rows, places, strict=True)]
         self._num_pages = [len(place.table.kv_pages) for place in places]
+
+    def _extend(self, tables: list[Table]) -> None:
+        """Show the batch the pages that its rows were given since."""
+        assert self.batch is not None
+        counts = [len(table.kv_pages) for table in tables]
+        if counts == self._num_pages:
+            return
+        self.batch.extend(
+            [
+                (row, number, tables[row].kv_pages[number])
+                for row, (old, new) in enumerate(zip(self._num_pages, counts, strict=True))
+                for number in range(old, new)
+            ]
+        )
+        self._num_pages = counts
 
     def _has_size(self, works: Series[Work]) -> bool:
         """Whether the fixed rows have room for all of it; they have none for pictures."""
