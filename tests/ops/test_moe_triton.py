@@ -5,14 +5,14 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from ops.earned import randn
+from ops.earned import assert_earned, randn
 from ops.harness import poisoned_memory, relative_error
 from torch import Tensor
 
 from baltoro.model.config import MoeConfig
 from baltoro.model.moe import Router
 from baltoro.ops.impl import ImplError
-from baltoro.ops.moe import dense, grouped, route, router_logits
+from baltoro.ops.moe import dense, grouped, moe_experts, route, router_logits
 from baltoro.ops.moe import triton as kernels
 from baltoro.ops.moe.shared import Glu, sorted_pairs
 from baltoro.ops.moe.triton import sort
@@ -117,6 +117,35 @@ def test_the_gradient_of_a_choice_is_that_of_the_plain_form(num_tokens, num_expe
 def test_pairs_are_sorted_as_by_the_plain_form(num_tokens, num_experts, num_active):
     with poisoned_memory():
         check_sort("cuda", num_tokens, num_experts, num_active)
+
+
+@gpu
+@pytest.mark.parametrize("kind", ["spread", "odd", "one"])
+@pytest.mark.parametrize("num_tokens", [1, 37, 4100])
+def test_experts_in_training_earn_their_tolerance_and_give_the_same_bits_again(num_tokens, kind):
+    ids = randn(num_tokens, 8, seed=4).argsort(-1)[:, :3]
+    if kind == "one":
+        ids = torch.arange(3).repeat(num_tokens, 1)
+    elif kind == "odd":
+        ids = ids // 2 * 2 + 1
+
+    def op(impl: str, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return moe_experts(
+            x, ids.to(x.device), weights.to(torch.promote_types(x.dtype, torch.float32)), gate_up,
+            down, activation="situ", situ_beta=4.0, situ_linear_beta=25.0, impl=impl,
+        )  # fmt: skip
+
+    tensors = [
+        randn(num_tokens, 64), randn(num_tokens, 3), randn(8, 96, 64) / 8, randn(8, 64, 48) / 7
+    ]  # fmt: skip
+    assert_earned(op, tensors, torch.bfloat16, device="cuda", impl="triton")
+    runs = []
+    for _ in range(2):
+        leaves = [each.cuda().bfloat16().requires_grad_() for each in tensors]
+        with poisoned_memory():
+            out = op("triton", *leaves)
+            runs.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
 @gpu
