@@ -8,7 +8,8 @@ of its own. Without thinking a prompt is little more than the message; with it t
 efforts alone is 274 tokens of bytes. Where nothing is to be reused each prompt has a cache salt of
 its own. The first repetition of each case is not counted. Times are the client's: from sending to
 the chunk with the first token, which a stream with log-probabilities has whether the token makes
-text or not.
+text or not. Beside them stands the floor: the FLOPs of the tokens that nothing holds yet, at the
+rate of one matrix product on as many threads.
 """
 
 import argparse
@@ -24,12 +25,15 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import httpx
+import torch
 from provenance import commit_of
 from serve_load import CHAT, user, words
 from serve_process import ServerProcess, served
 
 from baltoro.checkpoint.fixture import fixture
 from baltoro.doctor import machine
+from baltoro.model.counts import flop_counts
+from baltoro.model.presets import preset
 
 NEW_TOKENS = 24
 
@@ -40,14 +44,37 @@ class Case(NamedTuple):
     name: str
     num_tokens: int  # of a prompt, template included
     effort: str
-    is_reused: bool  # whether prompts begin with what the server has seen
+    num_known: int = 0  # of them, which the server has seen
+
+    @property
+    def is_reused(self) -> bool:
+        return self.num_known > 0
 
 
 CASES = (
-    Case("100 tokens, nothing reused", 100, "none", False),
-    Case("345 tokens, nothing reused", 345, "none", False),
-    Case("420 tokens, of which 272 are every prompt's", 420, "max", True),
+    Case("100 tokens, nothing reused", 100, "none"),
+    Case("345 tokens, nothing reused", 345, "none"),
+    Case("420 tokens, of which 272 are every prompt's", 420, "max", 272),
 )
+
+
+def matmul_rate(threads: int) -> float:
+    """FLOPs a second of one product of nano's widths, fp32, median of 50."""
+    torch.set_num_threads(threads)
+    x, weight = torch.randn(2760, 256), torch.randn(768, 256)
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        times.append(time.perf_counter() - start)
+    return 2 * x.numel() * len(weight) / median(times)
+
+
+def floor_s(case: Case, streams: int, rate: float) -> float:
+    """Seconds that the products of all new tokens take at this rate."""
+    flops = flop_counts(preset("nano"), case.num_tokens)
+    per_token = flops.matmul + flops.attention + flops.kda
+    return streams * (case.num_tokens - case.num_known) * per_token / rate
 
 
 def message_length(server: ServerProcess, case: Case) -> int:
@@ -108,18 +135,21 @@ def main() -> None:
     parser.add_argument("--commit", help="instead of asking git")
     arguments = parser.parse_args()
     results = {}
+    rate = matmul_rate(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "nano"
         fixture(str(checkpoint), preset="nano")
         os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the server that is started
         with served(checkpoint, log=Path(folder) / "log") as server:
             for case in CASES:
+                floor = {"floor_s": floor_s(case, arguments.streams, rate)}
                 run = measured(server, case, arguments.streams, arguments.repeats)
-                results[case.name] = summary(asyncio.run(run))
+                results[case.name] = summary(asyncio.run(run)) | floor
     result = {
         "commit": commit_of(arguments.commit),
         "device": machine(),
         "server_threads": arguments.threads,
+        "matmul_gflops_per_s": rate / 1e9,
         "streams": arguments.streams,
         "repeats": arguments.repeats,
         "load_average": os.getloadavg(),
@@ -130,6 +160,7 @@ def main() -> None:
     for name, numbers in results.items():
         print(name, {k: v for k, v in numbers["last_first_token_s"].items() if k != "all"})
         print(" ", numbers["first_token_s"], numbers["per_token_s"], numbers["tokens_per_s"])
+        print("  floor", numbers["floor_s"])
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def test_every_option_arrives_where_it_is_meant(
     assert (listens["host"], listens["port"]) == ("127.0.0.1", 7)
     limits = engine.config.scheduler
     assert (limits.max_running, limits.max_step_tokens) == (3, 99)
+    assert limits.max_prefill_tokens == 198
     assert (limits.max_queued, limits.max_queued_tokens) == (5, 6000)
     assert (engine.config.pool_tokens, engine.config.host_bytes) == (4096, 1_000_000)
     assert engine.config.cold_states == "int8"
@@ -66,6 +67,7 @@ def test_every_option_arrives_where_it_is_meant(
     ("words", "message"),
     [
         ("--max-queued 0", "max_queued=0"),
+        ("--max-prefill-tokens 99", "max_prefill_tokens=99: must be at least max_step_tokens=2048"),
         ("--max-queued-tokens 0", "max_queued_tokens=0"),
         ("--max-new-tokens 0", "max_new_tokens=0"),
         ("--max-thinking low 0", "max_thinking: low 0"),

@@ -224,3 +224,13 @@ def test_an_abort_frees_everything_at_once(steps: int) -> None:
 def test_limits_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field}={value}"):
         toy(**{field: value})
+
+
+def test_a_step_is_larger_where_nobody_waits_for_a_next_token() -> None:
+    engine = toy(max_running=4, max_step_tokens=16, max_prefill_tokens=48)
+    first = engine.submit(ids(40), 8)
+    plan = engine.step()
+    assert plan is not None and plan.num_tokens == 40 and first.is_decoding
+    engine.submit(ids(40, 1), 1)
+    plan = engine.step()
+    assert plan is not None and plan.num_tokens <= 16 and len(plan.decodes) == 1

@@ -23,6 +23,7 @@ def workloads(draw: st.DrawFn) -> tuple[Toy, list[tuple[int, str, tuple]]]:
     groups = draw(st.integers(1, 3))
     least = -(-80 // size) + groups  # the longest sequence alone
     max_running = draw(st.sampled_from([1, 1, 2, 3, 6]))
+    max_step_tokens = max_running + draw(st.integers(1, 40))
     cache = CacheConfig(
         num_pages=least + draw(st.integers(0, 3 * least)),
         page_size=size,
@@ -36,7 +37,8 @@ def workloads(draw: st.DrawFn) -> tuple[Toy, list[tuple[int, str, tuple]]]:
     )
     scheduler = SchedulerConfig(
         max_running=max_running,
-        max_step_tokens=max_running + draw(st.integers(1, 40)),
+        max_step_tokens=max_step_tokens,
+        max_prefill_tokens=draw(st.sampled_from([None, 3 * max_step_tokens])),
         ageing_s=draw(st.sampled_from([1.0, 10.0])),
         max_skips=draw(st.integers(0, 3)),
         long_tokens=draw(st.sampled_from([40, 1000])),

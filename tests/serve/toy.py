@@ -97,7 +97,9 @@ class Toy:
             return None
         self.num_steps += 1
         self.clock += 1.0
-        assert plan.num_tokens <= self.scheduler_config.max_step_tokens
+        limits = self.scheduler_config
+        most = limits.max_step_tokens if plan.decodes else limits.num_prefill_tokens
+        assert plan.num_tokens <= most
         self._move_pages(plan)
         written = [self._compute(work) for work in plan.works]
         stops = [

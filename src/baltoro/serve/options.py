@@ -53,6 +53,8 @@ class ServeOptions:
     cold_states: Literal["exact", "int8"] = "exact"
     max_running: int = 16  # replies written at once
     max_step_tokens: int = 2048  # tokens computed in one step
+    # and in one in which nobody waits for a next token; absent, twice as many on a CPU
+    max_prefill_tokens: int | None = None
     max_queued: int = 4096  # requests that may wait; one more is answered with 503
     max_queued_tokens: int = 4_000_000  # prompts and expected replies that may wait, likewise
     max_new_tokens: int = 4096  # longest reply of a request that does not say

@@ -1,10 +1,11 @@
 """Which sequences run in the next step, and how far. Plain Python, no tensors.
 
-One budget of tokens per step. Every decoding sequence gets its token first; what is left is split
-among the prefills, most of it to those nearest to their end. Places go by priority and arrival:
-`ageing_s` seconds of waiting make up for one level, and a preempted sequence keeps its place. A
-sequence is let in with pages for its whole prompt. One that does not fit may be passed by
-`max_skips` later ones; then the room that others give back is kept for it.
+One budget of tokens per step, which may be larger where nobody decodes. Every decoding sequence
+gets its token first; what is left is split among the prefills, most of it to those nearest to their
+end. Places go by priority and arrival: `ageing_s` seconds of waiting make up for one level, and a
+preempted sequence keeps its place. A sequence is let in with pages for its whole prompt. One that
+does not fit may be passed by `max_skips` later ones; then the room that others give back is kept
+for it.
 
 Drafted tokens are verified beside a sequence's own where the step has room: together they take at
 most half of what the decoding tokens leave, and a draft that finds no page displaces nobody.
@@ -38,6 +39,7 @@ class SchedulerConfig:
 
     max_running: int = 16
     max_step_tokens: int = 2048
+    max_prefill_tokens: int | None = None  # of a step in which nobody decodes; None: as of others
     max_queued: int = 4096  # requests
     max_queued_tokens: int = 4_000_000  # their budgets together
     ageing_s: float = 10.0
@@ -54,12 +56,22 @@ class SchedulerConfig:
                 f"max_step_tokens={self.max_step_tokens}: must be above max_running="
                 f"{self.max_running}, so that prefills go on while all others decode"
             )
+        if self.num_prefill_tokens < self.max_step_tokens:
+            raise ValueError(
+                f"max_prefill_tokens={self.max_prefill_tokens}: must be at least max_step_tokens="
+                f"{self.max_step_tokens}, which those who decode wait for"
+            )
         if not self.ageing_s > 0.0:
             raise ValueError(f"ageing_s={self.ageing_s}: must be positive")
         if self.max_skips < 0:
             raise ValueError(f"max_skips={self.max_skips}: must not be negative")
         if self.max_long_running is not None and self.max_long_running < 1:
             raise ValueError(f"max_long_running={self.max_long_running}: must be at least 1")
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of a step in which nobody decodes, and so nobody waits for a next token."""
+        return self.max_step_tokens if self.max_prefill_tokens is None else self.max_prefill_tokens
 
     @property
     def num_long_places(self) -> int:
@@ -149,7 +161,8 @@ class Scheduler:
         decodes = self._plan_decodes()
         if drafts:
             decodes = self._plan_drafts(decodes, drafts)
-        budget = self.config.max_step_tokens - sum(work.end - work.start for work in decodes)
+        budget = self.config.max_step_tokens if decodes else self.config.num_prefill_tokens
+        budget -= sum(work.end - work.start for work in decodes)
         self._admit(budget)
         prefills = self._plan_prefills(decodes, budget)
         works = (*decodes, *prefills)

@@ -325,9 +325,13 @@ def serve(checkpoint: str, *, options: ServeOptions = DEFAULTS) -> None:
         checkpoint: directory in the official layout, with its tokenizer.
     """
     config = options.server_config(checkpoint)
+    num_prefill = options.max_prefill_tokens
+    if num_prefill is None and options.device == "cpu":
+        num_prefill = 2 * options.max_step_tokens
     limits = SchedulerConfig(
         max_running=options.max_running,
         max_step_tokens=options.max_step_tokens,
+        max_prefill_tokens=num_prefill,
         max_queued=options.max_queued,
         max_queued_tokens=options.max_queued_tokens,
     )
