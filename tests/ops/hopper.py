@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -61,7 +62,8 @@ def build(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Any:
         signature[name] = value.removesuffix(":16")
         if value.startswith("*") or value.endswith(":16"):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    source = kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": num_warps}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 

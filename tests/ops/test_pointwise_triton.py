@@ -16,7 +16,6 @@ from baltoro.ops.cross_entropy import triton as cross_entropy_kernels
 from baltoro.ops.impl import ImplError
 from baltoro.ops.rms_norm import gated_rms_norm, rms_norm
 from baltoro.ops.situ import situ_glu
-from baltoro.ops.situ import triton as situ_kernels
 
 gpu = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16]
@@ -103,16 +102,34 @@ def test_the_mixture_earns_its_tolerance_at_other_widths(num_sources, width, dty
 
 
 @gpu
-@pytest.mark.parametrize("shapes", [((4, 132), (3, 132, 3)), ((8, 7), (4, 7, 3, False))])
-@pytest.mark.parametrize("num_sources", [1, 4, 9])
-@pytest.mark.parametrize("spread", [2.0, 20.0])
-def test_the_mixture_of_pairs_earns_its_tolerance(num_sources, spread, shapes, monkeypatch):
-    forward, backward = (attn_res_kernels.packed.PackedShape(*shape) for shape in shapes)
-    monkeypatch.setattr(attn_res_kernels, "PACKED_FORWARD", forward)
-    monkeypatch.setattr(attn_res_kernels, "PACKED_BACKWARD", backward)
-    for num_tokens in (1, 70, 300):
-        inputs = sources_of(num_sources, num_tokens, 7168, spread)
+@pytest.mark.parametrize(
+    ("num_sources", "width"),
+    [
+        *((1, 8), (2, 776), (5, 768), (9, 768), (4, 1032), (9, 2048)),
+        *((3, 4104), (9, 7168), (10, 7168), (2, 8192)),
+    ],
+)
+def test_the_mixture_through_a_ring_earns_its_tolerance(num_sources, width, monkeypatch):
+    # so few programs that each takes many tokens, and slots are filled again and again
+    monkeypatch.setattr(attn_res_kernels.ring, "num_multiprocessors", lambda device: 3)
+    for num_tokens, spread in ((1, 2.0), (200, 2.0), (70, 20.0)):
+        inputs = sources_of(num_sources, num_tokens, width, spread)
         assert_earned(mix, inputs, torch.bfloat16, impl="triton", device="cuda")
+
+
+@gpu
+def test_rows_that_no_ring_takes_are_served(monkeypatch):
+    taken = []
+    monkeypatch.setattr(attn_res_kernels, "enqueue", lambda kernel, *_, **__: taken.append(kernel))
+    ring_kernel = attn_res_kernels.ring.ring_forward_kernel
+    for width, start, is_taken in ((64, 0, True), (64, 8, True), (64, 1, False), (60, 0, False)):
+        flat = torch.zeros(3 * 64 + 8, device="cuda", dtype=torch.bfloat16)
+        source = flat[start : start + 3 * width].view(3, width)
+        mix("triton", flat[:width], flat[:width], source, source)
+        assert (taken[-1] is ring_kernel) == is_taken
+    monkeypatch.undo()
+    inputs = sources_of(9, 70, 60)
+    assert_earned(mix, inputs, torch.bfloat16, impl="triton", device="cuda")
 
 
 @gpu
@@ -324,20 +341,6 @@ def test_an_ignored_row_reaches_nothing_and_no_id_has_no_loss():
     targets = torch.tensor([1, 101, 3, -1, 100], device="cuda")
     losses = linear_cross_entropy(*leaves, targets, impl="triton")
     assert losses.isnan().tolist() == [False, True, True, True, False]
-
-
-@gpu
-def test_the_unit_for_callers_with_a_backward_of_their_own_gives_the_same_bits():
-    gate_up = (4 * randn(65, 2 * 48)).bfloat16().cuda()
-    gate, up = (x.requires_grad_() for x in gate_up.chunk(2, -1))
-    d_out = randn(65, 48, seed=99).bfloat16().cuda()
-    out = situ("triton", gate, up)
-    grads = torch.autograd.grad(out, (gate, up), d_out)
-    with torch.no_grad():
-        again = situ_kernels.situ_glu_backward(d_out, gate, up, 4.0, 25.0)
-        forward = situ_kernels.situ_glu_forward(gate, up, 4.0, 25.0)
-    assert torch.equal(forward, out)
-    assert all(torch.equal(a, b) for a, b in zip((out, *grads), again, strict=True))
 
 
 @every_op

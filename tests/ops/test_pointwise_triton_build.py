@@ -10,7 +10,7 @@ from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from ops.pinned import shapes_of
 
 from baltoro.ops import launch_table
-from baltoro.ops.attn_res import packed
+from baltoro.ops.attn_res import ring
 from baltoro.ops.attn_res import triton as attn_res
 from baltoro.ops.cross_entropy import triton as cross_entropy
 from baltoro.ops.rms_norm import triton as rms_norm
@@ -36,14 +36,6 @@ from baltoro.ops.cross_entropy import triton as cross_entropy
 fp32, bf16 = torch.float32, torch.bfloat16
 for num_sources, num_tokens, width in ((1, 3, 16), (2, 0, 16), (3, 7, 24), (5, 5, 32)):
     assert_earned(mix, sources_of(num_sources, num_tokens, width), fp32, impl="triton")
-attn_res.MIN_PACKED_WIDTH = 8
-for forward, backward in (((6, 2), (3, 2, 3)), ((2, 9), (4, 9, 1, False)), ((9, 3), (1, 3, 3))):
-    attn_res.PACKED_FORWARD = attn_res.packed.PackedShape(*forward)
-    attn_res.PACKED_BACKWARD = attn_res.packed.PackedShape(*backward)
-    for num_sources, num_tokens, width in ((1, 3, 16), (9, 0, 16), (3, 7, 24), (9, 5, 40)):
-        # the interpreter cuts off to round
-        inputs = sources_of(num_sources, num_tokens, width)
-        assert_earned(mix, inputs, bf16, impl="triton", rounding_steps=12)
 for num_tokens in (0, 1, 65):
     x, gate = 3 * randn(num_tokens, 3, 8), 2 * randn(num_tokens, 3, 8, seed=1)
     assert_earned(norm, [x, randn(8)], bf16, impl="triton")
@@ -94,34 +86,39 @@ def test_the_mixture_compiles_without_lost_registers(num_sources, width):
         assert resources(kernel, arguments, shape.num_warps).stack_bytes <= MAX_STACK_BYTES
 
 
+@pytest.mark.parametrize("weight", ["*bf16", "*fp32"])
 @pytest.mark.parametrize(
-    ("num_sources", "forward_ahead", "backward"),
-    [
-        (9, 4, (3, 3, True)),
-        (9, 6, (3, 1, True)),
-        (9, 8, (4, 3, False)),
-        (8, 6, (3, 1, True)),
-        (10, 6, (3, 3, True)),
-    ],
+    ("num_sources", "width"),
+    [(5, 768), (4, 1024), (9, 2048), (9, 4096), (1, 7168), (9, 7168), (10, 7168), (8, 8192)],
 )
-def test_the_mixture_of_pairs_compiles_without_lost_registers(num_sources, forward_ahead, backward):
+def test_the_mixture_through_a_ring_fits_its_programs_into_a_multiprocessor(
+    num_sources, width, weight
+):
     sources = ("*bf16",) * num_sources
     shared = {
-        "sources": sources, "norm_weight": "*bf16", "proj_weight": "*bf16", "stats": "*fp32",
-        "num_tokens": "i32", "tokens_per_program": "i32", "S": num_sources, "D": 7168, "BP": 4096,
+        "sources": sources, "norm_weight": weight, "proj_weight": weight, "stats": "*fp32",
+        "num_tokens": "i32", "S": num_sources, "D": width,
     }  # fmt: skip
-    ahead, group, is_query_held = backward
-    forward_arguments = {"out": "*bf16", "eps": "fp32", "IS_KEPT": True, "AHEAD": forward_ahead}
-    backward_arguments = {
-        "d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32", "AHEAD": ahead,
-        "GROUP": group if num_sources % group == 0 else 1, "IS_QUERY_HELD": is_query_held,
-    }  # fmt: skip
-    for kernel, arguments in (
-        (packed.packed_forward_kernel, forward_arguments),
-        (packed.packed_backward_kernel, backward_arguments),
+    forward = {"out": "*bf16", "eps": "fp32", "IS_KEPT": True}
+    backward = {"d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32"}
+    for kernel, others, shape in (
+        (ring.ring_forward_kernel, forward, ring.forward_shape(width)),
+        (ring.ring_backward_kernel, backward, ring.backward_shape(num_sources, width)),
     ):
-        found = resources(kernel, {**shared, **arguments}, packed.NUM_WARPS)
+        arguments = {**shared, **others, "P": shape.pairs, "SLOTS": shape.slots}
+        if kernel is ring.ring_backward_kernel:
+            arguments["GROUP"] = shape.group
+        found = resources(kernel, arguments, shape.num_warps)
         assert found.stack_bytes <= MAX_STACK_BYTES
+        assert shape.programs * (found.shared_bytes + 1024) <= 228 * 1024
+        registers = -(-found.registers // 8) * 8 * 32 * shape.num_warps
+        assert shape.programs * registers <= 65536
+
+
+def test_a_ring_is_refused_where_a_token_does_not_fit():
+    assert ring.backward_shape(12, 8192) is not None
+    assert ring.backward_shape(13, 8192) is None
+    assert ring.forward_shape(2**16) is None
 
 
 @pytest.mark.parametrize("has_gate", [False, True])
@@ -148,20 +145,20 @@ def test_the_norms_compile_without_lost_registers(width, has_gate):
             assert found.stack_bytes <= MAX_STACK_BYTES
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize("is_capped", [False, True])
 @pytest.mark.parametrize("pointer", ["*bf16", "*fp32"])
-def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped, is_flat):
+def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped):
     shared = {
         "gate": pointer, "up": pointer, "out": pointer, "width": "i32:16", "gate_stride": "i32:16",
         "up_stride": "i32:16", "out_stride": "i32:16", "beta": "fp32", "linear_beta": "fp32",
-        "BLOCK": situ.BLOCK, "IS_FLAT": is_flat, "IS_CAPPED": is_capped,
+        "BLOCK": situ.BLOCK, "IS_CAPPED": is_capped,
         "IS_EXACT": pointer == "*fp32", "IS_SQUARE": True,
     }  # fmt: skip
     backward = {
         **shared, "d_out": pointer, "d_gate": pointer, "d_up": pointer,
-        "d_out_stride": "i32:16", "HAS_OUT": True,
+        "d_out_stride": "i32:16",
     }  # fmt: skip
+    del backward["out"]
     for kernel, arguments in (
         (situ.situ_forward_kernel, shared),
         (situ.situ_backward_kernel, backward),

@@ -1,5 +1,7 @@
 """Launches past Triton's look at every argument, and operators past torch's dispatcher."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,19 +11,30 @@ import triton
 import triton.language as tl
 from ops.earned import Allocations
 from torch import Tensor
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from baltoro.ops import triton as shared
 from baltoro.ops.triton import as_operator, enqueue
 
 
 class Compiled:
     """What Triton's first launch returns: it keeps what it is launched with."""
 
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self):
         self.launches = []
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.launches.append((grid, arguments))
+    def run(self, x, y, z, stream, function, metadata, before, enter, leave, *arguments):
+        assert (stream, function, metadata) == ("stream", self.function, self.packed_metadata)
+        assert before is enter is leave is None
+        self.launches.append(((x, y, z), arguments))
+
+
+class Driver:
+    def get_current_stream(self, device):
+        return "stream"
 
 
 class Kernel(JITFunction):
@@ -45,6 +58,7 @@ class Kernel(JITFunction):
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(shared, "driver", SimpleNamespace(active=Driver()))
     return Kernel()
 
 
@@ -105,6 +119,15 @@ def test_an_address_that_is_not_aligned_is_shown_to_triton_every_time(kernel, is
     for _ in range(2):
         call(kernel, x if is_in_tuple else odd, rest=(odd,) if is_in_tuple else None)
     assert len(kernel.compiled) == 3
+    assert not kernel.compiled[0].launches
+
+
+def test_a_profiler_that_listens_to_launches_hears_them(kernel, monkeypatch):
+    x = torch.zeros(64)
+    call(kernel, x)
+    monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [print])
+    call(kernel, x)
+    assert len(kernel.compiled) == 2
     assert not kernel.compiled[0].launches
 
 

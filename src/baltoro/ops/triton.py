@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .impl import ImplError
@@ -20,15 +21,20 @@ def refuse_unserved(
 
     In Triton's interpreter any device will do.
     """
-    device = tensors[0].device
+    first = tensors[0]
+    index = first.get_device()
     for x in tensors:
         if x.dtype not in dtypes:
             *names, name = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, x.dtype))
             raise ImplError(f"{op}: impl='triton' serves {' and '.join(names)}, not {name}")
-        if x.device != device:
-            raise ImplError(f"{op}: impl='triton' needs one device, not {device} and {x.device}")
-    if device.type != "cuda" and not knobs.runtime.interpret:
-        raise ImplError(f"{op}: impl='triton' needs tensors on a CUDA device, not on {device}")
+        if x.get_device() != index:
+            raise ImplError(
+                f"{op}: impl='triton' needs one device, not {first.device} and {x.device}"
+            )
+    if not first.is_cuda and not knobs.runtime.interpret:
+        raise ImplError(
+            f"{op}: impl='triton' needs tensors on a CUDA device, not on {first.device}"
+        )
 
 
 def as_operator(
@@ -67,7 +73,8 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
     if not isinstance(kernel, JITFunction):  # interpreted
         kernel[grid](*arguments, **constants)
         return
-    key: list[object] = [kernel, torch.cuda.current_device()]
+    device = torch.cuda.current_device()
+    key: list[object] = [kernel, device]
     values: list[object] = []
     bits = 0
     for x in arguments:
@@ -90,19 +97,23 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
             bits |= pointer
             values.append(pointer)
             key.append(x.dtype)
-    if bits & 15:  # Triton has to see which pointers are not aligned
-        kernel[grid](*arguments, **constants)
-        return
     key += constants.items()
     kind_of_call = tuple(key)
     found = _compiled.get(kind_of_call)
-    if found is None:
+    # Triton has to see which pointers are not aligned, and whoever listens to its launches
+    if found is None or bits & 15 or knobs.runtime.launch_enter_hook.calls:
         compiled = kernel[grid](*arguments, **constants)
-        fixed = tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
-        _compiled[kind_of_call] = compiled, fixed
-    else:
-        compiled, fixed = found
-        compiled[(*grid, 1, 1)[:3]](*values, *fixed)
+        if not bits & 15:
+            fixed = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
+            _compiled[kind_of_call] = compiled, fixed
+        return
+    compiled, fixed = found
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = driver.active.get_current_stream(device)
+    compiled.run(
+        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None,
+        *values, *fixed,
+    )  # fmt: skip
 
 
 def cdiv(a: int, b: int) -> int:

@@ -3,14 +3,16 @@
     ds_j = p_j (dout . v_j - sum_i p_i dout . v_i)
     dv_j = p_j dout + ds_j (r_j q - s_j r_j^2 v_j / D)
 
-The sources of a token stay in registers (`IS_HELD`) where they fit. Where they do not, the forward
-pass is an online softmax, and the backward pass, which needs dout . v_j of all sources first, reads
-a token's sources twice, the second time from cache. Kept are r_j = 1/rms(v_j) and the scores s_j.
-A program takes a range of tokens and adds up its part of dq = sum_tj ds_j r_j v_j; a last kernel
-sums the parts in a fixed order.
+Rows of bf16 on Hopper go through a ring in shared memory (`ring.py`); the kernels here serve all
+other rows. The sources of a token stay in registers (`IS_HELD`) where they fit. Where they do not,
+the forward pass is an online softmax, and the backward pass, which needs dout . v_j of all sources
+first, reads a token's sources twice, the second time from cache. Kept are r_j = 1/rms(v_j) and the
+scores s_j. A program takes some tokens and adds up its part of dq = sum_tj ds_j r_j v_j; a last
+kernel sums the parts in a fixed order.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -19,17 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..triton import add_pairs, as_operator, cdiv, enqueue, padded_width, refuse_unserved
-from . import packed
+from . import ring
 
 MAX_TOKENS_PER_PROGRAM = 4  # of a forward program, which reads the query once for all of them
 MAX_PROGRAMS = 132 * 8  # of the forward pass, for fewer tokens than fill the device
 MAX_PROGRAM_WARPS = 132 * 16  # of the backward pass; each program has a part of dq
 SUM_COLUMNS = 16
-# bf16 rows of more than `MIN_PACKED_WIDTH` numbers take the kernels of `packed` in these shapes, if
-# any: the fastest of nine on an H200 at 9 sources of 7,168
-PACKED_FORWARD: packed.PackedShape | None = packed.PackedShape(4, 132)
-PACKED_BACKWARD: packed.PackedShape | None = packed.PackedShape(3, 264)
-MIN_PACKED_WIDTH = 4096
 
 
 @triton.jit
@@ -178,6 +175,7 @@ class Shape(NamedTuple):
     is_held: bool
 
 
+@cache
 def forward_shape(num_sources: int, padded: int) -> Shape:
     """For `num_sources` rows of `padded` numbers."""
     if padded <= 1024 and num_sources * padded <= 6144:
@@ -185,6 +183,7 @@ def forward_shape(num_sources: int, padded: int) -> Shape:
     return Shape(min(16, max(1, padded // 512)), min(num_sources, 2), False)
 
 
+@cache
 def backward_shape(num_sources: int, padded: int) -> Shape:
     """For `num_sources` rows of `padded` numbers."""
     num_warps = 1 if padded <= 1024 else min(16, padded // 512)
@@ -198,29 +197,38 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     out, stats = _outputs(sources, norm_weight, proj_weight, eps, is_kept)
     (T, D), S = out.shape, len(sources)
-    pairs = _packed_shape(PACKED_FORWARD, out)
-    if T > 0 and pairs is not None:
-        packed.launch_forward(
-            tuple(sources), norm_weight, proj_weight, out, stats, eps, is_kept, pairs
-        )
-    elif T > 0:
-        BD = padded_width(D)
-        shape = forward_shape(S, BD)
-        tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
+    if T == 0:
+        return out, stats
+    rows = tuple(sources)
+    arguments = (rows, norm_weight, proj_weight, out, stats, T)
+    multiprocessors = _ring_multiprocessors(*rows, norm_weight, proj_weight)
+    at = ring.forward_shape(D) if multiprocessors > 0 else None
+    if at is not None:
         enqueue(
-            forward_kernel, (cdiv(T, tokens_per_program),),
-            tuple(sources), norm_weight, proj_weight, out, stats, T, tokens_per_program, eps,
-            S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.is_held, IS_KEPT=is_kept,
-            num_warps=shape.num_warps,
+            ring.ring_forward_kernel, (min(T, at.programs * multiprocessors),), *arguments, eps,
+            S=S, D=D, P=at.pairs, SLOTS=at.slots, IS_KEPT=is_kept, num_warps=at.num_warps,
         )  # fmt: skip
+        return out, stats
+    BD = padded_width(D)
+    shape = forward_shape(S, BD)
+    tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
+    enqueue(
+        forward_kernel, (cdiv(T, tokens_per_program),), *arguments, tokens_per_program, eps,
+        S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.is_held, IS_KEPT=is_kept,
+        num_warps=shape.num_warps,
+    )  # fmt: skip
     return out, stats
 
 
-def _packed_shape(shape: packed.PackedShape | None, row: Tensor) -> packed.PackedShape | None:
-    """`shape`, or None where rows like these are not read two numbers at a time."""
-    width = row.shape[1]
-    is_served = row.dtype is torch.bfloat16 and width > MIN_PACKED_WIDTH and width % 8 == 0
-    return shape if is_served else None
+def _ring_multiprocessors(*tensors: Tensor) -> int:
+    """Multiprocessors that take rows like the first tensor through a ring; 0 if none."""
+    row = tensors[0]
+    if row.dtype is not torch.bfloat16 or row.shape[1] % 8 > 0 or not row.is_cuda:
+        return 0
+    for x in tensors:
+        if x.data_ptr() & 15:  # copies take 16 bytes at once
+            return 0
+    return ring.num_multiprocessors(row.get_device())
 
 
 def _outputs(
@@ -241,24 +249,26 @@ def _backward(
 ) -> list[Tensor]:
     d_norm, d_proj, *d_sources = grads = _gradients(sources, norm_weight, proj_weight, stats, d_out)
     (T, D), S = d_out.shape, len(sources)
-    BD = padded_width(D)
-    shape = backward_shape(S, BD)
-    pairs = _packed_shape(PACKED_BACKWARD, d_out)
-    if pairs is None:
-        tokens_per_program = max(1, cdiv(T * shape.num_warps, MAX_PROGRAM_WARPS))
+    rows, d_rows = tuple(sources), tuple(d_sources)
+    multiprocessors = _ring_multiprocessors(*rows, norm_weight, proj_weight, d_out)
+    at = ring.backward_shape(S, D) if multiprocessors > 0 else None
+    if at is not None:
+        num_programs = min(T, at.programs * multiprocessors)
     else:
-        tokens_per_program = packed.tokens_per_program(T, pairs)
-    num_programs = cdiv(T, tokens_per_program)
+        BD = padded_width(D)
+        shape = backward_shape(S, BD)
+        tokens_per_program = max(1, cdiv(T * shape.num_warps, MAX_PROGRAM_WARPS))
+        num_programs = cdiv(T, tokens_per_program)
     parts = d_out.new_empty(num_programs, D, dtype=torch.float32)
-    if T > 0 and pairs is not None:
-        packed.launch_backward(
-            tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats, parts, pairs
-        )
+    arguments = (rows, d_rows, norm_weight, proj_weight, d_out, stats, parts, T)
+    if T > 0 and at is not None:
+        enqueue(
+            ring.ring_backward_kernel, (num_programs,), *arguments,
+            S=S, D=D, P=at.pairs, SLOTS=at.slots, GROUP=at.group, num_warps=at.num_warps,
+        )  # fmt: skip
     elif T > 0:
         enqueue(
-            backward_kernel, (num_programs,),
-            tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats, parts,
-            T, tokens_per_program,
+            backward_kernel, (num_programs,), *arguments, tokens_per_program,
             S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.is_held, num_warps=shape.num_warps,
         )  # fmt: skip
     enqueue(

@@ -6,10 +6,12 @@ The three maps are fractions over 1 + e with e = exp(-2 |g| / b), exp(-|g|), exp
 (0, 1]: nothing overflows; for b = 4 the second is the first squared. The kernels wait for their
 instructions more than for memory, so the forward pass takes one reciprocal for all three, and signs
 are set by their bit. Near 0 the tanh of fp32 inputs is a polynomial; for bf16 the 6e-8 lost in
-1 - e, and the few in a root for a reciprocal, are far below a rounding.
+1 - e, and the few in a root for a reciprocal, are far below a rounding. Programs that run at once
+take neighbouring pieces of a row: what they read and write together lies together in memory.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,8 +22,8 @@ from ..triton import as_operator, cdiv, enqueue, refuse_unserved, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SIGN = tl.constexpr(-(2**31))
-BLOCK = 1024
-NUM_WARPS = 2
+BLOCK = 512  # numbers of a program
+NUM_WARPS = 1
 
 
 @triton.jit
@@ -69,10 +71,11 @@ def tanh_and_slope(x, e, inverse_beta, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
-def place_of(width, BLOCK: tl.constexpr, IS_FLAT: tl.constexpr):
-    """Row (int64), columns and mask of this program's piece of a row."""
-    row = tl.program_id(1 if IS_FLAT else 0).to(tl.int64)
-    first = tl.program_id(0 if IS_FLAT else 1).to(tl.int64) * BLOCK
+def place_of(width, BLOCK: tl.constexpr):
+    """Row (int64), columns and mask of this program's piece of a row; neighbours are of one row."""
+    num_pieces = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // num_pieces).to(tl.int64)
+    first = (tl.program_id(0) % num_pieces).to(tl.int64) * BLOCK
     columns = first + tl.arange(0, BLOCK)
     return row, columns, columns < width
 
@@ -80,10 +83,9 @@ def place_of(width, BLOCK: tl.constexpr, IS_FLAT: tl.constexpr):
 @triton.jit
 def situ_forward_kernel(
     gate, up, out, width, gate_stride, up_stride, out_stride, beta, linear_beta,
-    BLOCK: tl.constexpr, IS_FLAT: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_SQUARE: tl.constexpr,
+    BLOCK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr, IS_SQUARE: tl.constexpr,
 ):  # fmt: skip
-    row, columns, is_here = place_of(width, BLOCK, IS_FLAT)
+    row, columns, is_here = place_of(width, BLOCK)
     g = tl.load(gate + row * gate_stride + columns, mask=is_here, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=is_here, other=0.0).to(tl.float32)
     e = decay(g, 2.0 / beta)
@@ -117,13 +119,11 @@ def situ_forward_kernel(
 
 @triton.jit
 def situ_backward_kernel(
-    gate, up, d_out, out, d_gate, d_up, width, gate_stride, up_stride, d_out_stride, out_stride,
+    gate, up, d_out, d_gate, d_up, width, gate_stride, up_stride, d_out_stride, out_stride,
     beta, linear_beta,
-    BLOCK: tl.constexpr, IS_FLAT: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_SQUARE: tl.constexpr, HAS_OUT: tl.constexpr,
+    BLOCK: tl.constexpr, IS_CAPPED: tl.constexpr, IS_EXACT: tl.constexpr, IS_SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of gate and up, and where `HAS_OUT` the output again."""
-    row, columns, is_here = place_of(width, BLOCK, IS_FLAT)
+    row, columns, is_here = place_of(width, BLOCK)
     g = tl.load(gate + row * gate_stride + columns, mask=is_here, other=0.0).to(tl.float32)
     u = tl.load(up + row * up_stride + columns, mask=is_here, other=0.0).to(tl.float32)
     dy = tl.load(d_out + row * d_out_stride + columns, mask=is_here, other=0.0).to(tl.float32)
@@ -148,46 +148,33 @@ def situ_backward_kernel(
     place = row * out_stride + columns
     tl.store(d_gate + place, d_g.to(d_gate.dtype.element_ty), mask=is_here)
     tl.store(d_up + place, d_u.to(d_up.dtype.element_ty), mask=is_here)
-    if HAS_OUT:
-        y = capped_gate * capped_up
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=is_here)
 
 
-class _Rows(NamedTuple):
-    """Tensors as rows of a width."""
-
-    tensors: list[Tensor]
-    width: int
-    strides: list[int]  # between rows of each tensor and of the result
-    is_flat: bool  # one long row, whose stride of 0 is the most aligned
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and pieces of a row, or the pieces of one long row: the first axis may be long."""
-        num_pieces = cdiv(self.width, BLOCK)
-        return (num_pieces, 1) if self.is_flat else (self.tensors[0].shape[0], num_pieces)
-
-
-def _rows(*tensors: Tensor) -> _Rows:
-    if all(x.is_contiguous() for x in tensors):
-        return _Rows(list(tensors), tensors[0].numel(), [0] * (len(tensors) + 1), True)
-    rows = [rows_of(x) for x in tensors]
-    width = rows[0].shape[1]
-    return _Rows(rows, width, [*(x.stride(0) for x in rows), width], False)
+def _launch(
+    kernel: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], beta: float,
+    linear_beta: float | None,
+) -> None:  # fmt: skip
+    """`kernel` over inputs of one shape and contiguous results: in rows, or in one long row."""
+    if all(x.is_contiguous() for x in inputs):
+        num_rows, width = 1, results[0].numel()
+        strides = [0] * (len(inputs) + 1)  # the most aligned
+    else:
+        inputs = [rows_of(x) for x in inputs]
+        num_rows, width = inputs[0].shape
+        strides = [*(x.stride(0) for x in inputs), width]
+    if num_rows * width == 0:
+        return
+    enqueue(
+        kernel, (num_rows * cdiv(width, BLOCK),),
+        *inputs, *results, width, *strides, beta, 0.0 if linear_beta is None else linear_beta,
+        BLOCK=BLOCK, IS_CAPPED=linear_beta is not None,
+        IS_EXACT=results[0].dtype is torch.float32, IS_SQUARE=beta == 4.0, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def _forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     out = gate.new_empty(gate.shape)
-    if gate.numel() > 0:
-        rows = _rows(gate, up)
-        enqueue(
-            situ_forward_kernel, rows.grid,
-            *rows.tensors, out, rows.width, *rows.strides,
-            beta, 0.0 if linear_beta is None else linear_beta,
-            BLOCK=BLOCK, IS_FLAT=rows.is_flat,
-            IS_CAPPED=linear_beta is not None, IS_EXACT=gate.dtype == torch.float32,
-            IS_SQUARE=beta == 4.0, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    _launch(situ_forward_kernel, (gate, up), (out,), beta, linear_beta)
     return out
 
 
@@ -199,38 +186,21 @@ _forward_operator = as_operator("situ_glu_forward", _forward, _forward_outputs)
 
 
 def _backward(
-    d_out: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    beta: float,
-    linear_beta: float | None,
-    has_out: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, d_gate, d_up = _gradients(gate, up, has_out)
-    if gate.numel() > 0:
-        rows = _rows(gate, up, d_out)
-        enqueue(
-            situ_backward_kernel, rows.grid,
-            *rows.tensors, out, d_gate, d_up, rows.width, *rows.strides,
-            beta, 0.0 if linear_beta is None else linear_beta,
-            BLOCK=BLOCK, IS_FLAT=rows.is_flat,
-            IS_CAPPED=linear_beta is not None, IS_EXACT=gate.dtype == torch.float32,
-            IS_SQUARE=beta == 4.0, HAS_OUT=has_out, num_warps=NUM_WARPS,
-        )  # fmt: skip
-    return out, d_gate, d_up
+    d_out: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
+) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = grads = _gradients(d_out, gate, up, beta, linear_beta)
+    _launch(situ_backward_kernel, (gate, up, d_out), (d_gate, d_up), beta, linear_beta)
+    return grads
 
 
-def _gradients(gate: Tensor, up: Tensor, has_out: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Unfilled output (empty unless asked for) and gradients."""
-    out = gate.new_empty(gate.shape if has_out else (0,))
-    return out, gate.new_empty(gate.shape), up.new_empty(up.shape)
+def _gradients(
+    d_out: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
+) -> tuple[Tensor, Tensor]:
+    """Unfilled gradients of gate and up."""
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _backward_outputs(d_out, gate, up, beta, linear_beta, has_out):
-    return _gradients(gate, up, has_out)
-
-
-_backward_operator = as_operator("situ_glu_backward", _backward, _backward_outputs)
+_backward_operator = as_operator("situ_glu_backward", _backward, _gradients)
 
 
 class _SituGlu(torch.autograd.Function):
@@ -242,27 +212,13 @@ class _SituGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        _, d_gate, d_up = _backward_operator(d_out, *ctx.saved_tensors, *ctx.betas, False)
+        d_gate, d_up = _backward_operator(d_out, *ctx.saved_tensors, *ctx.betas)
         return d_gate, d_up, None, None
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     """`baltoro.ops.situ.situ_glu`, whose checks have passed."""
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        refuse_unserved("situ_glu", gate, up)
-        return _SituGlu.apply(gate, up, beta, linear_beta)
-    return situ_glu_forward(gate, up, beta, linear_beta)
-
-
-def situ_glu_forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    """The activation alone, for callers with a backward of their own."""
     refuse_unserved("situ_glu", gate, up)
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return _SituGlu.apply(gate, up, beta, linear_beta)
     return _forward_operator(gate, up, beta, linear_beta)
-
-
-def situ_glu_backward(
-    d_out: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The activation again, and the gradients of gate and up."""
-    refuse_unserved("situ_glu", gate, up, d_out)
-    return _backward_operator(d_out, gate, up, beta, linear_beta, True)
