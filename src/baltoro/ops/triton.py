@@ -70,9 +70,17 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
     are tensors, tuples of tensors of one dtype, numbers or None, in the kernel's order, all that
     are not compile-time arguments; the latter come by name, with the launch's options.
     """
+    if not enqueue_aligned(kernel, grid, arguments, constants):
+        kernel[grid](*arguments, **constants)
+
+
+def enqueue_aligned(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> bool:
+    """`enqueue`, or False and no launch where an address is not a multiple of 16 bytes."""
     if not isinstance(kernel, JITFunction):  # interpreted
         kernel[grid](*arguments, **constants)
-        return
+        return True
     device = torch.cuda.current_device()
     key: list[object] = [kernel, device]
     values: list[object] = []
@@ -97,16 +105,16 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
             bits |= pointer
             values.append(pointer)
             key.append(x.dtype)
+    if bits & 15:
+        return False
     key += constants.items()
     kind_of_call = tuple(key)
     found = _compiled.get(kind_of_call)
-    # Triton has to see which pointers are not aligned, and whoever listens to its launches
-    if found is None or bits & 15 or knobs.runtime.launch_enter_hook.calls:
+    if found is None or knobs.runtime.launch_enter_hook.calls:  # a profiler listens to Triton
         compiled = kernel[grid](*arguments, **constants)
-        if not bits & 15:
-            fixed = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
-            _compiled[kind_of_call] = compiled, fixed
-        return
+        fixed = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
+        _compiled[kind_of_call] = compiled, fixed
+        return True
     compiled, fixed = found
     x, y, z = (*grid, 1, 1)[:3]
     stream = driver.active.get_current_stream(device)
@@ -114,6 +122,7 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
         x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None,
         *values, *fixed,
     )  # fmt: skip
+    return True
 
 
 def cdiv(a: int, b: int) -> int:

@@ -13,14 +13,22 @@ kernel sums the parts in a fixed order.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import add_pairs, as_operator, cdiv, enqueue, padded_width, refuse_unserved
+from ..triton import (
+    add_pairs,
+    as_operator,
+    cdiv,
+    enqueue,
+    enqueue_aligned,
+    padded_width,
+    refuse_unserved,
+)
 from . import ring
 
 MAX_TOKENS_PER_PROGRAM = 4  # of a forward program, which reads the query once for all of them
@@ -199,16 +207,13 @@ def _forward(
     (T, D), S = out.shape, len(sources)
     if T == 0:
         return out, stats
-    rows = tuple(sources)
-    arguments = (rows, norm_weight, proj_weight, out, stats, T)
-    multiprocessors = _ring_multiprocessors(*rows, norm_weight, proj_weight)
-    at = ring.forward_shape(D) if multiprocessors > 0 else None
-    if at is not None:
-        enqueue(
-            ring.ring_forward_kernel, (min(T, at.programs * multiprocessors),), *arguments, eps,
-            S=S, D=D, P=at.pairs, SLOTS=at.slots, IS_KEPT=is_kept, num_warps=at.num_warps,
-        )  # fmt: skip
-        return out, stats
+    arguments = (tuple(sources), norm_weight, proj_weight, out, stats, T)
+    if out.dtype is torch.bfloat16 and out.is_cuda:
+        at = forward_ring(S, D, is_kept, out.get_device())
+        if at is not None:
+            grid = (min(T, at.num_programs),)
+            if enqueue_aligned(at.kernel, grid, (*arguments, eps), at.constants):
+                return out, stats
     BD = padded_width(D)
     shape = forward_shape(S, BD)
     tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
@@ -220,15 +225,39 @@ def _forward(
     return out, stats
 
 
-def _ring_multiprocessors(*tensors: Tensor) -> int:
-    """Multiprocessors that take rows like the first tensor through a ring; 0 if none."""
-    row = tensors[0]
-    if row.dtype is not torch.bfloat16 or row.shape[1] % 8 > 0 or not row.is_cuda:
-        return 0
-    for x in tensors:
-        if x.data_ptr() & 15:  # copies take 16 bytes at once
-            return 0
-    return ring.num_multiprocessors(row.get_device())
+class Ring(NamedTuple):
+    """A kernel of `ring.py` for some number of sources and width on a device."""
+
+    kernel: Any
+    num_programs: int  # at most
+    constants: dict[str, Any]
+
+
+@cache
+def forward_ring(num_sources: int, width: int, is_kept: bool, device: int) -> Ring | None:
+    """None where no ring serves the rows."""
+    shape = ring.forward_shape(width)
+    return _ring(ring.ring_forward_kernel, shape, num_sources, width, device, IS_KEPT=is_kept)
+
+
+@cache
+def backward_ring(num_sources: int, width: int, device: int) -> Ring | None:
+    """None where no ring serves the rows."""
+    shape = ring.backward_shape(num_sources, width)
+    group = 1 if shape is None else shape.group
+    return _ring(ring.ring_backward_kernel, shape, num_sources, width, device, GROUP=group)
+
+
+def _ring(
+    kernel: Any, shape: ring.RingShape | None, num_sources: int, width: int, device: int,
+    **constants: Any,
+) -> Ring | None:  # fmt: skip
+    multiprocessors = ring.num_multiprocessors(device)
+    if shape is None or multiprocessors == 0 or width % 8 > 0:  # a thread copies 16 bytes
+        return None
+    constants |= {"S": num_sources, "D": width, "P": shape.pairs, "SLOTS": shape.slots}
+    constants["num_warps"] = shape.num_warps
+    return Ring(kernel, shape.programs * multiprocessors, constants)
 
 
 def _outputs(
@@ -249,31 +278,29 @@ def _backward(
 ) -> list[Tensor]:
     d_norm, d_proj, *d_sources = grads = _gradients(sources, norm_weight, proj_weight, stats, d_out)
     (T, D), S = d_out.shape, len(sources)
-    rows, d_rows = tuple(sources), tuple(d_sources)
-    multiprocessors = _ring_multiprocessors(*rows, norm_weight, proj_weight, d_out)
-    at = ring.backward_shape(S, D) if multiprocessors > 0 else None
-    if at is not None:
-        num_programs = min(T, at.programs * multiprocessors)
-    else:
+    inputs = (tuple(sources), tuple(d_sources), norm_weight, proj_weight, d_out, stats)
+    parts = None
+    if T > 0 and d_out.dtype is torch.bfloat16 and d_out.is_cuda:
+        at = backward_ring(S, D, d_out.get_device())
+        if at is not None:
+            grid = (min(T, at.num_programs),)
+            room = d_out.new_empty(*grid, D, dtype=torch.float32)
+            if enqueue_aligned(at.kernel, grid, (*inputs, room, T), at.constants):
+                parts = room
+    if parts is None:
         BD = padded_width(D)
         shape = backward_shape(S, BD)
         tokens_per_program = max(1, cdiv(T * shape.num_warps, MAX_PROGRAM_WARPS))
-        num_programs = cdiv(T, tokens_per_program)
-    parts = d_out.new_empty(num_programs, D, dtype=torch.float32)
-    arguments = (rows, d_rows, norm_weight, proj_weight, d_out, stats, parts, T)
-    if T > 0 and at is not None:
-        enqueue(
-            ring.ring_backward_kernel, (num_programs,), *arguments,
-            S=S, D=D, P=at.pairs, SLOTS=at.slots, GROUP=at.group, num_warps=at.num_warps,
-        )  # fmt: skip
-    elif T > 0:
-        enqueue(
-            backward_kernel, (num_programs,), *arguments, tokens_per_program,
-            S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.is_held, num_warps=shape.num_warps,
-        )  # fmt: skip
+        parts = d_out.new_empty(cdiv(T, tokens_per_program), D, dtype=torch.float32)
+        if T > 0:
+            enqueue(
+                backward_kernel, (parts.shape[0],), *inputs, parts, T, tokens_per_program,
+                S=S, D=D, BD=BD, AHEAD=shape.ahead, IS_HELD=shape.is_held,
+                num_warps=shape.num_warps,
+            )  # fmt: skip
     enqueue(
         query_kernel, (cdiv(D, SUM_COLUMNS),), parts, norm_weight, proj_weight, d_norm, d_proj,
-        num_programs, D=D, BP=128, BD=SUM_COLUMNS,
+        parts.shape[0], D=D, BP=128, BD=SUM_COLUMNS,
     )  # fmt: skip
     return grads
 
