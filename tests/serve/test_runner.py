@@ -14,6 +14,7 @@ from torch import Tensor
 from baltoro.model.config import ModelConfig, gpu_impl
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
+from baltoro.serve import prefill
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.pages import Table
@@ -219,10 +220,14 @@ def test_a_picture_s_last_row_behind_a_cached_prefix_is_seen() -> None:
 
 
 @pytest.mark.parametrize("model", [TINY, LINEAR], ids=["k3", "kimi-linear"])
-def test_prompts_in_fixed_rows_are_read_as_by_separate_calls(model: Model) -> None:
+def test_prompts_in_fixed_rows_are_read_as_by_separate_calls(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "LONG", 128)
+    monkeypatch.setattr(prefill, "FEW_SEQUENCES", 2)
     served = engine("resident", model, max_step_tokens=200)
     packs = served.runner.packs
-    assert packs is not None and packs.sizes == (64, 96, 128, 192)
+    assert packs is not None and packs.sizes == (64, 128)
     sizes = []
     run = packs.run
 
@@ -243,7 +248,8 @@ def test_prompts_in_fixed_rows_are_read_as_by_separate_calls(model: Model) -> No
     assert served.stats.cached_tokens > 0
     assert len({size for size, _ in sizes}) > 1
     assert any(all(cuts) for _, cuts in sizes) and any(not all(cuts) for _, cuts in sizes)
-    assert any(len(cuts) > 1 for _, cuts in sizes)
+    assert {len(cuts) for size, cuts in sizes if size == 64} == {1, 2}
+    assert any(len(cuts) > 2 for size, cuts in sizes if size == 128)
 
 
 @settings(max_examples=4)

@@ -7,7 +7,7 @@ nobody uses belong to one more sequence, in page 0, which is nobody's. All betwe
 is one graph; attention itself, whose keys are as many as the sequences are long, is launched by
 the host in between. On a CPU the same rows go through the same call, without graphs.
 
-N is the most sequences of a pack, G the groups of KDA layers that share a page.
+G is the groups of KDA layers that share a page.
 """
 
 import logging
@@ -27,15 +27,15 @@ from baltoro.serve.resident import forked, waiting_operators
 
 logger = logging.getLogger(__name__)
 
-MAX_SEQUENCES = 8
-MAX_TOKENS = 8192  # beyond, the device takes longer than the host
+FEW_SEQUENCES, MAX_SEQUENCES = 8, 32  # of a short pack, whose states would cost most, of a long one
+LONG = 2048  # rows
+SIZES = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # that have graphs
 OPERATORS = ("kda", "short_conv", "moe")  # of a prefill that may look at values
 
 
-def ladder(max_tokens: int) -> tuple[int, ...]:
-    """Rows that have graphs: from each power of two to the next in two steps."""
-    sizes = [size for power in range(6, 14) for size in (1 << power, 3 << (power - 1))]
-    return tuple(size for size in sizes if size <= min(max_tokens, MAX_TOKENS))
+def max_sequences(size: int) -> int:
+    """The most sequences of a pack of `size` rows."""
+    return MAX_SEQUENCES if size >= LONG else FEW_SEQUENCES
 
 
 class Prefilled(NamedTuple):
@@ -78,8 +78,13 @@ class _FixedCache(PagedCache):
         self.size = size
         self.num_rows = size + batch.num_tail_rows(size)
         regions = [slice(0, size), slice(size, self.num_rows)]
+        num_sequences = max_sequences(size)
+        bounds, states = (
+            batch.bounds[:, : num_sequences + 2],
+            batch.states[..., : num_sequences + 1],
+        )
         self._parts = [
-            Part(rows, batch.bounds[part], *batch.states[part])
+            Part(rows, bounds[part], *states[part])
             for part, rows in enumerate(regions)
             if rows.stop > rows.start
         ]
@@ -116,7 +121,7 @@ class PrefillBatch:
         device = pool.pages.device
         self.model = model
         self.pool = pool
-        self.sizes = ladder(max_tokens)
+        self.sizes = tuple(size for size in SIZES if size <= max_tokens)
         waits = waiting_operators(model.config, OPERATORS)
         if waits and device.type == "cuda":
             logger.warning("prefill: no graphs, since %s waits for the host", ", ".join(waits))
@@ -138,17 +143,17 @@ class PrefillBatch:
     def num_tail_rows(self, size: int) -> int:
         """Rows behind cuts, in a pack of `size` before them."""
         unit = self.pool.layout.hash_block
-        return max(unit, min(MAX_SEQUENCES * unit, size // 8)) if self._has_cuts else 0
+        return max(unit, min(max_sequences(size) * unit, size // 8)) if self._has_cuts else 0
 
     def size_of(self, spans: Sequence[Span]) -> int | None:
         """The smallest size that has room for them, if any."""
         behind = sum(span.stop - span.cut[0] for span in spans if span.cut is not None)
         before = sum(span.stop - span.start for span in spans) - behind
-        if len(spans) > MAX_SEQUENCES:
-            return None
-        return next(
-            (s for s in self.sizes if before <= s and behind <= self.num_tail_rows(s)), None
-        )
+        for size in self.sizes:
+            has_room = before <= size and behind <= self.num_tail_rows(size)
+            if has_room and len(spans) <= max_sequences(size):
+                return size
+        return None
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -202,14 +207,15 @@ class PrefillBatch:
         num_rows = size + num_tail_rows
         pack = packed(spans, self.pool.layout.page_size, tail_row=size)
         rows = np.zeros((3, num_rows), np.int64)
-        bounds = np.zeros(self.bounds.shape, np.int64)
-        states = np.zeros(self.states.shape, np.int64)
+        num_sequences = max_sequences(size)
+        bounds = np.zeros((2, num_sequences + 2), np.int64)
+        states = np.zeros((*self.states.shape[:-1], num_sequences + 1), np.int64)
         bounds[:, -1] = size, num_tail_rows
         ids, ends = list[int](), [0] * len(spans)
         for part, pieces in enumerate(pack.pieces):
             counts = [piece.stop - piece.start for piece in pieces]
             starts = list(accumulate(counts, initial=0))
-            starts += [starts[-1]] * (MAX_SEQUENCES - len(pieces))
+            starts += [starts[-1]] * (num_sequences - len(pieces))
             bounds[part, :-1] = starts
             states[part, 0, :, : len(pieces)] = np.array([piece.source for piece in pieces]).T
             states[part, 1, :, : len(pieces)] = np.array([piece.target for piece in pieces]).T
@@ -222,8 +228,8 @@ class PrefillBatch:
         )
         self.tokens[:num_rows] = rows_3T[0]
         self.places[:, :num_rows] = rows_3T[1:]
-        self.states.copy_(new_states)
-        self.bounds.copy_(new_bounds)
+        self.states[..., : num_sequences + 1] = new_states
+        self.bounds[:, : num_sequences + 2] = new_bounds
         self.live = PagedCache(self.pool, "prefill", spans)
         return ends
 
