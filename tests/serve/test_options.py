@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,19 @@ def test_a_server_is_called_as_its_directory(tmp_path: Path) -> None:
 def test_options_are_read_without_torch() -> None:
     code = "import sys, baltoro.serve.options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_no_thread_that_lasts_has_a_team_beside_the_engine_s(
+    nano_dir: Path, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaders: list[threading.Thread] = []
+    load = serving.load_for_text
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        loaders.append(threading.current_thread())
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(serving, "load_for_text", watched)
+    assert main(["serve", str(nano_dir), "--pool-tokens", "4096"]) == 0
+    (loader,) = loaders
+    assert loader is not threading.main_thread() and not loader.is_alive()

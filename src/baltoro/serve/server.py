@@ -13,6 +13,7 @@ import logging
 import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -325,6 +326,21 @@ def serve(checkpoint: str, *, options: ServeOptions = DEFAULTS) -> None:
         checkpoint: directory in the official layout, with its tokenizer.
     """
     config = options.server_config(checkpoint)
+    # by a thread that ends: where two threads have a team of OpenMP's each, the teams outnumber the
+    # cores and do not spin, and a step of the engine in its own thread takes twice as long
+    with ThreadPoolExecutor(1) as loader:
+        engine = loader.submit(_engine, checkpoint, options).result()
+    app = create_app(Server(engine, engine.model.processor, config))
+    uvicorn.run(
+        app,
+        host=options.host,
+        port=options.port,
+        log_level="warning",
+        timeout_graceful_shutdown=60,
+    )
+
+
+def _engine(checkpoint: str, options: ServeOptions) -> Engine:
     num_prefill = options.max_prefill_tokens
     if num_prefill is None and options.device == "cpu":
         num_prefill = 2 * options.max_step_tokens
@@ -335,7 +351,7 @@ def serve(checkpoint: str, *, options: ServeOptions = DEFAULTS) -> None:
         max_queued=options.max_queued,
         max_queued_tokens=options.max_queued_tokens,
     )
-    engine_config = EngineConfig(
+    config = EngineConfig(
         pool_tokens=options.pool_tokens,
         host_bytes=options.host_bytes,
         cold_states=options.cold_states,
@@ -347,19 +363,12 @@ def serve(checkpoint: str, *, options: ServeOptions = DEFAULTS) -> None:
     )
     impl = model.config.impl
     if options.draft is None and {impl.kda_decode, impl.attention_decode, impl.moe} == {"triton"}:
-        engine_config = replace(engine_config, decode="resident")
-    engine = Engine(model, engine_config)
+        config = replace(config, decode="resident")
+    engine = Engine(model, config)
     unit, size = engine.layout.hash_block, engine.layout.page_size
     print(
-        f"{described(model)}; {engine_config.decode} decoding; prefixes are reused from {unit} "
+        f"{described(model)}; {config.decode} decoding; prefixes are reused from {unit} "
         f"tokens on (pages of {size}), {engine.cache.config.num_pages} pages",
         file=sys.stderr,
     )
-    app = create_app(Server(engine, model.processor, config))
-    uvicorn.run(
-        app,
-        host=options.host,
-        port=options.port,
-        log_level="warning",
-        timeout_graceful_shutdown=60,
-    )
+    return engine
