@@ -38,6 +38,7 @@ from serve_shapes import (
     step_bytes,
     visited_share,
 )
+from serve_trace import trace
 from torch.profiler import ProfilerActivity, profile
 
 from baltoro.model.config import ModelConfig, gpu_impl
@@ -301,55 +302,17 @@ def serve_all(bench: Bench, name: str, model: Model, context: int) -> None:
     gc.unfreeze()
 
 
-def trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Json:
-    """Turns of several conversations in rotation, each with all that was said before it."""
-    sizes, draws = bench.sizes, random.Random(2)
-    begun = time.perf_counter()
+def run_trace(bench: Bench, model: Model, *, is_caching: bool, limit_s: float) -> Json:
+    """The agent trace, with or without a cache."""
+    sizes = bench.sizes
+    limits = SchedulerConfig(max_running=sizes.conversations, max_step_tokens=sizes.step_tokens)
     engine = bench.engine(
         model,
         is_caching=is_caching,
         num_kept_states=4 * sizes.conversations * GROUP,
-        scheduler=SchedulerConfig(
-            max_running=sizes.conversations, max_step_tokens=sizes.step_tokens
-        ),
+        scheduler=limits,
     )
-    start_s = time.perf_counter() - begun
-    vocab_size = model.config.vocab_size
-    shared = random_ids(draws, sizes.shared_tokens, vocab_size)
-    said = [shared] * sizes.conversations
-    waits: list[float] = []
-    steps: list[int] = []  # until the first token
-    begun = time.perf_counter()
-    for turn in range(sizes.turns * sizes.conversations):
-        if time.perf_counter() - begun > limit_s:
-            break
-        who = turn % sizes.conversations
-        said[who] += random_ids(draws, sizes.turn_tokens, vocab_size)
-        bench.synchronize()
-        start = time.perf_counter()
-        sequence = engine.submit(request_of(str(turn), said[who], sizes.reply_tokens))
-        count = engine.stats.num_steps
-        while not sequence.new_tokens:
-            engine.step()
-        waits.append(time.perf_counter() - start)
-        steps.append(engine.stats.num_steps - count)
-        while sequence.finish_reason is None:
-            engine.step()
-        said[who] += tuple(token.id for token in sequence.new_tokens)
-    tail = waits[len(waits) // 2 :]
-    return {
-        "start_s": start_s,
-        "turns": len(waits),
-        "longest_prompt": max(len(ids) for ids in said),
-        "first_token_ms": statistics.median(waits) * 1e3,
-        "first_token_ms_second_half": statistics.median(tail) * 1e3,
-        "first_token_ms_p99": sorted(waits)[int(0.99 * (len(waits) - 1))] * 1e3,
-        "steps_to_first_token": sum(steps) / len(steps),
-        "seconds": time.perf_counter() - begun,
-        "prompt_tokens": engine.stats.prompt_tokens,
-        "cached_tokens": engine.stats.cached_tokens,
-        "hits": dataclasses.asdict(engine.cache.stats),
-    }
+    return trace(engine, sizes, limit_s, bench.synchronize)
 
 
 def first_tokens(bench: Bench, model: Model) -> list[int]:
@@ -423,7 +386,7 @@ def main() -> None:
         for number, (name, is_caching) in enumerate((("cached", True), ("not cached", False))):
             bench.section(
                 f"trace, {name}",
-                lambda c=is_caching, n=number: trace(  # type: ignore[misc]
+                lambda c=is_caching, n=number: run_trace(  # type: ignore[misc]
                     bench, models["k3"], is_caching=c, limit_s=bench.left_s / (3 - n)
                 ),
             )

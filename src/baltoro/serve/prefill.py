@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 FEW_SEQUENCES, MAX_SEQUENCES = 8, 32  # of a short pack, whose states would cost most, of a long one
 LONG = 2048  # rows
-SIZES = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)  # that have graphs
+# that have graphs, up to the tokens of a step; beyond, the device takes longer than the host
+SIZES = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
 OPERATORS = ("kda", "short_conv", "moe")  # of a prefill that may look at values
 
 
