@@ -217,8 +217,9 @@ def test_who_hangs_up_frees_the_sequences_within_a_step(
     assert engine.stats.num_steps <= 6 and num_late >= 1
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
 def test_who_hangs_up_in_the_middle_of_a_body_is_no_fault(
-    nano: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nano: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
     server = made(nano)
     has_begun, has_ended = threading.Event(), threading.Event()
@@ -235,10 +236,14 @@ def test_who_hangs_up_in_the_middle_of_a_body_is_no_fault(
     with listening(server) as address:
         host, port = address.rstrip("/").rpartition("/")[2].split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
+            connection.sendall(head.encode() + b"{")
             assert has_begun.wait(60)
+            # it counts as on its way, so that an idle engine waits for it a little
+            assert server.background._num_arriving == (path != "/tokenize")
         assert has_ended.wait(60)
         assert httpx.get(f"{address}health").status_code == 200  # after whatever was to be logged
+        assert server.background._num_arriving == 0
     assert not caplog.records
 
 
@@ -585,8 +590,11 @@ def test_a_request_that_does_not_say_thinks_as_the_server_is_told(nano: Model) -
         assert thinking["choices"][0]["message"]["reasoning_content"]
 
 
-def test_a_body_above_the_limit_and_a_full_queue_are_refused(nano: Model) -> None:
-    limits = replace(SCHEDULER, max_queued=1)
+@pytest.mark.parametrize("limit", [{"max_queued": 1}, {"max_queued_tokens": 40}])
+def test_a_body_above_the_limit_and_a_full_queue_are_refused(
+    nano: Model, limit: dict[str, int]
+) -> None:
+    limits = replace(SCHEDULER, **limit)
     server = made(nano, EngineConfig(pool_tokens=4096, scheduler=limits), max_body_bytes=2000)
     with TestClient(create_app(server)) as client:
         large = [{"role": "user", "content": "x" * 3000}]

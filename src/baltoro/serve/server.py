@@ -113,7 +113,10 @@ class Server:
         return response
 
     async def abort(self, request: Request) -> Response:
-        """End a request's replies, which are answered as far as they have come."""
+        """End a request's replies, which are answered as far as they have come.
+
+        Whoever may ask for replies may end any whose id they know.
+        """
         self._authorise(request)
         body = await self._body(request, AbortBody)
         choices = self._running.get(body.request_id)
