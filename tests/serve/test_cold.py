@@ -67,6 +67,10 @@ def test_each_value_is_off_by_half_a_step_of_its_row_and_windows_by_nothing(
     assert packed.shape[0] == pool.layout.num_cold_pages
     pool.pages.fill_(255)
     cold.unpack(packed, table.state_pages)
+    once = [states[table.state_pages[group]].clone() for group, (_, states) in views]
+    cold.unpack(cold.packed(table.state_pages), table.state_pages)
+    twice = [states[table.state_pages[group]] for group, (_, states) in views]
+    torch.testing.assert_close(twice, once, rtol=1e-6, atol=0.0)
     for (group, (windows, states)), (window, state) in zip(views, before, strict=True):
         page = table.state_pages[group]
         assert torch.equal(windows[page], window)

@@ -4,9 +4,10 @@ A row of a state, the values of one head and key channel, has a scale of its own
 
     scale = max |s| / 127,    q = round(s / scale),    s' = q scale,    |s' - s| <= scale / 2
 
-A state is quantised once, when it leaves the pool, and widened when it comes back; the recurrence
-goes on in fp32. Convolution windows stay as they are. All KDA layers of a sequence lie one behind
-the other, so that they take fewer pages than in the pool.
+A state is rounded when it leaves the pool and widened when it comes back; the recurrence goes on in
+fp32. To put away again what came back changes next to nothing, since a row's largest code is 127;
+what was computed from it is rounded anew. Convolution windows stay as they are. All KDA layers of a
+sequence lie one behind the other, so that they take fewer pages than in the pool.
 """
 
 from collections.abc import Sequence
