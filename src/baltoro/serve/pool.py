@@ -89,7 +89,7 @@ class PagePool:
     def prepare(self, ops: PageOps) -> None:
         """The movements before the model runs: stores first, since their pages are taken anew."""
         if self._arrival is not None:
-            self._arrival.wait()
+            torch.cuda.current_stream(self.pages.device).wait_event(self._arrival)
             self._arrival = None
         for sources, targets, is_packed in ops.stores:
             pages = (
