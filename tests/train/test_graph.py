@@ -51,8 +51,10 @@ def test_steps_as_graphs_learn_what_steps_without_them_learn(every):
     plain = losses_of(learner_of(qk_clip_every=every), STEPS)
     captured = losses_of(learner_of(qk_clip_every=every, use_cuda_graph=True), STEPS)
     for one, other in zip(plain, captured, strict=True):
-        for name in ("train/loss", "train/mtp_loss", "train/grad_norm", "router/max_vio"):
+        for name in ("train/loss", "train/mtp_loss", "train/grad_norm"):
             assert other[name] == pytest.approx(one[name], rel=0.02), name
+        # a few of some hundred tokens may go to another expert
+        assert other["router/max_vio"] == pytest.approx(one["router/max_vio"], abs=0.3)
 
 
 @pytest.mark.gpu

@@ -73,9 +73,9 @@ def muon_step(entries: Sequence[MuonBlocks], *, lr: float, config: OptimConfig) 
             update = orthogonal[first : first + sum(counts)]
             first += sum(counts)
             updates = update.mT.contiguous() if _is_tall(group[0]) else update
-            weights = [entry.weight for entry in group]
+            weights = _flat([entry.weight for entry in group])
             torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
-            torch._foreach_add_(weights, updates.split(counts), alpha=-lr * scale)
+            torch._foreach_add_(weights, _like(weights, updates.split(counts)), alpha=-lr * scale)
 
 
 def _is_tall(entry: MuonBlocks) -> bool:
@@ -96,13 +96,24 @@ def _directions(group: Sequence[MuonBlocks], mu: float) -> Tensor:
     weight = group[0].weight
     counts = [len(entry.weight) for entry in group]
     directions = weight.new_empty(sum(counts), *weight.shape[1:])
-    parts = directions.split(counts)
-    momenta = [entry.momentum for entry in group]
-    torch._foreach_copy_(parts, [entry.grad for entry in group])
+    momenta = _flat([entry.momentum for entry in group])
+    parts = _like(momenta, directions.split(counts))
+    torch._foreach_copy_(parts, _like(parts, [entry.grad for entry in group]))
     torch._foreach_mul_(momenta, mu)
     torch._foreach_add_(momenta, parts)
     torch._foreach_add_(parts, momenta, alpha=mu)
     return directions.mT if _is_tall(group[0]) else directions
+
+
+def _flat(tensors: list[Tensor]) -> list[Tensor]:
+    """Contiguous tensors as vectors: a list takes one launch only if all strides agree, those of
+    dimensions of size one included."""
+    return [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in tensors]
+
+
+def _like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """`others` in the shapes of `tensors`."""
+    return [other.reshape(tensor.shape) for tensor, other in zip(tensors, others, strict=True)]
 
 
 def muon_flops(assignment: Assignment, config: OptimConfig) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from baltoro.model.mla import Mla
 from baltoro.model.model import Model
 
-_BLOCK_ELEMENTS = 1 << 22  # logits held at once
+_BLOCK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 26}  # logits held at once, 10 bytes each
 
 
 @contextmanager
@@ -47,9 +47,10 @@ def largest_logits(q_THK: Tensor, k_THK: Tensor, cu_seqlens: Tensor, *, scale: f
     Products are taken in the dtype of `q_THK`, as attention takes them.
     """
     largest_H = q_THK.new_full(q_THK.shape[1:2], -torch.inf, dtype=torch.float32)
+    block = _BLOCK_ELEMENTS["cuda" if q_THK.is_cuda else "cpu"]
     bounds = cu_seqlens.tolist()
     for start, end in itertools.pairwise(bounds):
-        rows = max(1, _BLOCK_ELEMENTS // max(1, (end - start) * q_THK.shape[1]))
+        rows = max(1, block // max(1, (end - start) * q_THK.shape[1]))
         for top in range(start, end, rows):
             bottom = min(top + rows, end)
             q_HQK = q_THK[top:bottom].transpose(0, 1)
