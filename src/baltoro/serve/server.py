@@ -47,6 +47,7 @@ from baltoro.serve.protocol import (
     refuse_unsupported,
     sse,
 )
+from baltoro.serve.resident import OPERATORS, waiting_operators
 from baltoro.serve.scheduler import Overloaded, SchedulerConfig
 from baltoro.text.processor import Processor, Prompt
 
@@ -364,8 +365,7 @@ def _engine(checkpoint: str, options: ServeOptions) -> Engine:
     model = load_for_text(
         checkpoint, dtype=options.dtype, device=options.device, experts=options.experts
     )
-    impl = model.config.impl
-    if options.draft is None and {impl.kda_decode, impl.attention_decode, impl.moe} == {"triton"}:
+    if options.draft is None and not waiting_operators(model.config, OPERATORS):
         config = replace(config, decode="resident")
     engine = Engine(model, config)
     unit, size = engine.layout.hash_block, engine.layout.page_size
