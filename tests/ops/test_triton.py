@@ -15,7 +15,7 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from baltoro.ops import triton as shared
-from baltoro.ops.triton import as_operator, enqueue
+from baltoro.ops.triton import as_operator, enqueue, record
 
 
 class Compiled:
@@ -146,6 +146,36 @@ def test_an_operator_is_called_directly_but_seen_by_those_who_watch_and_trace():
     assert len(seen.shapes) == 1  # what it does inside is not seen
     compiled = torch.compile(lambda x: _double(x) + 1, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), x + x + 1)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return factor * x**3
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return 3 * ctx.factor * ctx.saved_tensors[0] ** 2 * d_out, None
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+def test_a_recorded_function_is_differentiated_and_traced():
+    x = torch.arange(3.0).requires_grad_()
+
+    def cube(x: Tensor) -> Tensor:
+        return record(Cube, x, 2.0)
+
+    for run in (cube, torch.compile(cube, backend="aot_eager", fullgraph=True)):
+        y = run(x)
+        assert torch.equal(y, 2 * x**3)
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], 6 * x**2)
+
+
+def test_a_recorded_function_that_knows_no_transform_is_refused_under_one():
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: record(Cube, x, 2.0))(torch.tensor(1.0))
 
 
 @triton.jit

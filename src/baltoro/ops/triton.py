@@ -60,6 +60,16 @@ def as_operator(
     return call
 
 
+def record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """`function.apply(*arguments)` without the look that torch's Python takes at every argument.
+
+    The look is for `torch.func`; under its transforms, and under `torch.compile`, it is taken.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 _compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
 
 

@@ -4,6 +4,8 @@ score_j = sum_d v_jd / rms(v_j) * norm_weight_d * proj_weight_d,  out = sum_j so
 """
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
 
 from torch import Tensor
 
@@ -13,14 +15,19 @@ from baltoro.ops.impl import ImplError, choose
 __all__ = ["attn_res_mix"]
 
 
+@cache
+def _kernels() -> ModuleType:
+    try:
+        from . import triton
+    except ModuleNotFoundError as error:
+        raise ImplError(f"attn_res: impl='triton' needs triton ({error})") from error
+    return triton
+
+
 def _triton(
     sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float
 ) -> Tensor:
-    try:
-        from .triton import attn_res_mix
-    except ModuleNotFoundError as error:
-        raise ImplError(f"attn_res: impl='triton' needs triton ({error})") from error
-    return attn_res_mix(sources, norm_weight, proj_weight, eps)
+    return _kernels().attn_res_mix(sources, norm_weight, proj_weight, eps)
 
 
 _MIX = {"reference": reference.attn_res_mix, "torch": dense.attn_res_mix, "triton": _triton}
@@ -48,9 +55,9 @@ def attn_res_mix(
                 f"all must be {first.dtype} {list(first.shape)} as sources[0] is"
             )
     for name, weight in (("norm_weight", norm_weight), ("proj_weight", proj_weight)):
-        if weight.shape != first.shape[1:]:
+        if weight.shape != shape[1:]:
             raise ValueError(
                 f"attn_res_mix: {name} has shape {list(weight.shape)}; "
-                f"it must be [D] with D = {first.shape[1]}"
+                f"it must be [D] with D = {shape[1]}"
             )
     return choose("attn_res", impl, _MIX)(sources, norm_weight, proj_weight, eps)

@@ -27,6 +27,7 @@ from ..triton import (
     enqueue,
     enqueue_aligned,
     padded_width,
+    record,
     refuse_unserved,
 )
 from . import ring
@@ -342,6 +343,6 @@ def attn_res_mix(
     values = [source.contiguous() for source in sources]
     weights = (norm_weight.contiguous(), proj_weight.contiguous())
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*values, *weights)):
-        return _AttnResMix.apply(eps, *weights, *values)
+        return record(_AttnResMix, eps, *weights, *values)
     out: Tensor = _forward_operator(values, *weights, eps, False)[0]
     return out

@@ -11,7 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import add_pairs, as_operator, cdiv, enqueue, padded_width, refuse_unserved, rows_of
+from ..triton import (
+    add_pairs,
+    as_operator,
+    cdiv,
+    enqueue,
+    padded_width,
+    record,
+    refuse_unserved,
+    rows_of,
+)
 
 MAX_PROGRAMS = 132 * 16  # of the backward pass, and parts of dw
 
@@ -179,7 +188,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     refuse_unserved("rms_norm", x, weight)
     weight = weight.contiguous()
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RmsNorm.apply(x, weight, None, eps)
+        return record(_RmsNorm, x, weight, None, eps)
     return _forward_operator(x, weight, None, eps)
 
 
@@ -189,5 +198,5 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -
     weight = weight.contiguous()
     inputs = (x, weight, gate_logits)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        return _RmsNorm.apply(*inputs, eps)
+        return record(_RmsNorm, *inputs, eps)
     return _forward_operator(*inputs, eps)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..impl import ImplError
 from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import as_operator, cdiv, enqueue, padded_width, refuse_unserved, rows_of
+from ..triton import as_operator, cdiv, enqueue, padded_width, record, refuse_unserved, rows_of
 from .windows import (
     exchange,
     load_before,
@@ -368,5 +368,5 @@ def short_conv(
         initial_state = initial_state.contiguous()
     inputs = (x, weight, *states)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        return _ShortConv.apply(x, weight, cu_seqlens, initial_state)
+        return record(_ShortConv, x, weight, cu_seqlens, initial_state)
     return _forward_operator(x, weight, cu_seqlens, initial_state)[:2]

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..triton import as_operator, cdiv, enqueue, refuse_unserved, rows_of
+from ..triton import as_operator, cdiv, enqueue, record, refuse_unserved, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SIGN = tl.constexpr(-(2**31))
@@ -220,5 +220,5 @@ def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -
     """`baltoro.ops.situ.situ_glu`, whose checks have passed."""
     refuse_unserved("situ_glu", gate, up)
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _SituGlu.apply(gate, up, beta, linear_beta)
+        return record(_SituGlu, gate, up, beta, linear_beta)
     return _forward_operator(gate, up, beta, linear_beta)
