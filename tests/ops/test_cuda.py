@@ -117,6 +117,30 @@ def test_flash_attention_earns_its_tolerance(causal):
     assert_earned(pack, tensors, torch.bfloat16, device="cuda", impl="flash")
 
 
+@pytest.mark.parametrize("lengths", [(2048,), (2112,), (5, 2100, 3, 0, 70), (3000, 2048, 1)])
+def test_long_sequences_in_a_pack_earn_their_tolerance(lengths):
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+
+    def pack(impl, q, k, v):
+        places = {"cu_seqlens_q": bounds.to(q.device), "cu_seqlens_k": bounds.to(q.device)}
+        return varlen_attention(q, k, v, **places, causal=True, scale=192**-0.5, impl=impl)
+
+    tensors = [randn(sum(lengths), 1, dim, seed=dim + i) for i, dim in enumerate((192, 192, 128))]
+    assert_earned(pack, tensors, torch.bfloat16, device="cuda", impl="flash")
+
+
+@pytest.mark.parametrize("length", [2048, 2112, 2240, 4095])
+def test_long_sequences_of_very_negative_logits_have_finite_gradients(length):
+    q, k, v = (0.1 * randn(length, 2, dim, seed=dim) for dim in (192, 192, 128))
+    q[..., 0], k[..., 0] = 1.0, -120.0
+    q, k, v = (x.to("cuda", torch.bfloat16).requires_grad_() for x in (q, k, v))
+    bounds = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    places = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    out = varlen_attention(q, k, v, **places, causal=True, scale=1.0, impl="flash")
+    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+        assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["grouped", "triton"])
 @pytest.mark.parametrize("activation", ["situ", "silu"])
 @pytest.mark.parametrize("num_tokens", [1, 70, 1000])

@@ -3,7 +3,7 @@ import torch
 from ops.earned import Allocations, assert_earned, randn
 from torch.autograd import gradcheck
 
-from baltoro.ops.mla import dense, varlen_attention
+from baltoro.ops.mla import dense, flash, varlen_attention
 
 IMPLS = ["reference", "torch"]
 SCALE = 0.4
@@ -153,3 +153,10 @@ def test_wrong_lengths_name_the_field(impl):
         attend(impl, [4], [6], q, k[..., :3], v)
     with pytest.raises(ValueError, match=r"k torch\.float32"):
         attend(impl, [4], [6], q, k.float(), v)
+
+
+def test_a_length_for_cudnn_fills_its_tiles_and_wastes_an_eighth_at_most():
+    lengths = [flash.padded_length(length) for length in range(2048, 20000)]
+    for length, padded in zip(range(2048, 20000), lengths, strict=True):
+        assert length <= padded <= 1.125 * length and padded % 128 == 0
+    assert len(set(lengths)) <= 8 * 4
