@@ -4,13 +4,14 @@ fla tries some 270 shapes for every number of heads at the first call, a second 
 each. Here processes compile them at once (`Tuning.compile_ahead`, or as a kernel is first called),
 shapes that ask for more shared memory than there is are left out, and each is timed for a few
 milliseconds. Winners are kept in a file with the versions and the device they hold for. With it a
-kernel runs as it won; at sizes it did not see it is tried in the shapes that won at others.
+kernel runs as it won; for other heads and lengths it is tried in the shapes that won at some.
 """
 
 import json
 import math
 import multiprocessing
 import os
+from ast import literal_eval
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -151,10 +152,17 @@ class Tuning:
     def save(self, path: Path | None = None) -> None:
         """Write every winner, those that were read too."""
         for tuner in self._tuners:
-            for key, config in tuner.cache.items():
-                self.winners[f"{tuner.base_fn.__name__} {key}"] = record_of(config)
-        text = json.dumps({**self._made_with(), "winners": self.winners}, indent=1, sort_keys=True)
-        (path or self.table).write_text(text + "\n")
+            self._keep(tuner)
+        head = json.dumps(self._made_with())[:-1]
+        lines = (
+            f"{json.dumps(name)}: {json.dumps(self.winners[name])}" for name in sorted(self.winners)
+        )
+        text = head + ', "winners": {\n' + ",\n".join(lines) + "}}\n"
+        (path or self.table).write_text(text)
+
+    def _keep(self, tuner: Autotuner) -> None:
+        for key, config in tuner.cache.items():
+            self.winners[f"{tuner.base_fn.__name__} {key}"] = record_of(config)
 
     def close(self) -> None:
         if self._pool is not None:
@@ -182,10 +190,16 @@ class Tuning:
         """What to try, the likeliest first: what won, else what won at other sizes, else all."""
         kernel = tuner.base_fn.__name__
         configs = _prune(tuner, kwargs)
-        records = [self.winners.get(identity(tuner, kwargs))]
+        name = identity(tuner, kwargs)
+        self._keep(tuner)
+        records = [self.winners.get(name)]
         if records == [None]:
-            records = [record for name, record in self.winners.items() if name.split()[0] == kernel]
-            records += [record_of(config) for config in tuner.cache.values()]
+            width = width_of(tuner, name)
+            records = [
+                record
+                for other, record in self.winners.items()
+                if other.split()[0] == kernel and width_of(tuner, other) == width
+            ]
         won = [config for config in configs if record_of(config) in records]
         return won or sorted(configs, key=lambda config: distance(kernel, config))
 
@@ -235,6 +249,12 @@ def identity(tuner: Autotuner, kwargs: dict[str, object]) -> str:
     key = [given[name] for name in tuner.keys if name in given]
     key += [str(x.dtype) for x in given.values() if hasattr(x, "dtype")]
     return f"{tuner.base_fn.__name__} {tuple(key)}"
+
+
+def width_of(tuner: Autotuner, name: str) -> object:
+    """The width in an identity, None where the kernel has none: what won at another says little."""
+    key = literal_eval(name.partition(" ")[2])
+    return key[tuner.keys.index("D")] if "D" in tuner.keys else None
 
 
 def fits(future: Future[Built]) -> bool:
