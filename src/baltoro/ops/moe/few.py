@@ -153,7 +153,7 @@ def product(
 
 
 @triton.jit
-def slot_of(ids, pair, slots, stops, N: tl.constexpr, IS_SINGLE: tl.constexpr):
+def slot_of(ids, pair, slots, N: tl.constexpr, IS_SINGLE: tl.constexpr):
     """The expert of this program's slot (-1: none), places of its pairs, which exist, the pairs."""
     index = tl.program_id(1)
     if IS_SINGLE:
@@ -162,23 +162,23 @@ def slot_of(ids, pair, slots, stops, N: tl.constexpr, IS_SINGLE: tl.constexpr):
         is_token = places == index
         pairs = places
     else:
-        expert = tl.load(slots + 2 * index)
-        places = tl.load(slots + 2 * index + 1) + tl.arange(0, N)
-        is_token = places < tl.load(stops + tl.maximum(expert, 0))
-        pairs = tl.load(pair + places, mask=is_token & (expert >= 0), other=0)
+        expert = tl.load(slots + 3 * index)
+        places = tl.load(slots + 3 * index + 1) + tl.arange(0, N)
+        is_token = (places < tl.load(slots + 3 * index + 2)) & (expert >= 0)
+        pairs = tl.load(pair + places, mask=is_token, other=0)
     return expert, places.to(tl.int64), is_token, pairs.to(tl.int64)
 
 
 @triton.jit
 def gate_up_kernel(
-    x, weight, scale, ids, pair, slots, stops, act, beta, linear_beta,
+    x, weight, scale, ids, pair, slots, act, beta, linear_beta,
     A: tl.constexpr, Z: tl.constexpr, F: tl.constexpr,
     IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SQUARE: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_SINGLE: tl.constexpr, IS_PLAIN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`M / 2` gate rows and their up rows for the tokens of a slot; grid (row tiles, slots)."""
-    expert, places, is_token, pairs = slot_of(ids, pair, slots, stops, N, IS_SINGLE)
+    expert, places, is_token, pairs = slot_of(ids, pair, slots, N, IS_SINGLE)
     if expert >= 0:
         H: tl.constexpr = M // 2
         inner = tl.program_id(0) * H + tl.arange(0, M) % H
@@ -205,12 +205,12 @@ def gate_up_kernel(
 
 @triton.jit
 def down_kernel(
-    act, weight, scale, ids, pair, slots, stops, y, F: tl.constexpr, Z: tl.constexpr,
+    act, weight, scale, ids, pair, slots, y, F: tl.constexpr, Z: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_SINGLE: tl.constexpr, IS_PLAIN: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`M` outputs for the tokens of a slot, at their unsorted places; grid (row tiles, slots)."""
-    expert, places, is_token, pairs = slot_of(ids, pair, slots, stops, N, IS_SINGLE)
+    expert, places, is_token, pairs = slot_of(ids, pair, slots, N, IS_SINGLE)
     if expert >= 0:
         columns = tl.program_id(0) * M + tl.arange(0, M)
         rows = expert.to(tl.int64) * Z + columns
@@ -236,7 +236,9 @@ class Tile(NamedTuple):
 
 
 # by the most tokens that an expert has in the mean; measured on an H200
+SINGLE_TILE = Tile(64, 8, 256, 4, 3)  # packed weights, pairs as slots
 PACKED_TILES = (
+    (2, Tile(128, 8, 256, 4, 3)),
     (6, Tile(64, 8, 256, 2, 3)),
     (12, Tile(64, 16, 256, 2, 3)),
     (40, Tile(128, 32, 64, 4, 3)),
@@ -250,8 +252,10 @@ TILES = (
 )
 
 
-def tile_of(num_pairs: int, num_experts: int, is_packed: bool) -> Tile:
+def tile_of(num_pairs: int, num_experts: int, is_packed: bool, is_single: bool) -> Tile:
     """How to launch both products."""
+    if is_packed and is_single:
+        return SINGLE_TILE
     table = PACKED_TILES if is_packed else TILES
     return next(tile for most, tile in table if num_pairs <= most * num_experts)
 
@@ -275,24 +279,24 @@ def moe_experts(
     if num_pairs == 0:
         return torch.empty_like(x)
     x, ids = x.contiguous(), expert_ids.contiguous()
-    first, second = shapes or (tile_of(num_pairs, num_experts, is_packed),) * 2
     # then few pairs share an expert
     is_single = x.shape[0] == 1 or num_pairs * 8 <= num_experts
-    pair, stops, slots, num_slots = None, None, None, num_pairs
+    first, second = shapes or (tile_of(num_pairs, num_experts, is_packed, is_single),) * 2
+    pair, slots, num_slots = None, None, num_pairs
     if not is_single:
-        pair, stops, slots = moe.sort_slots(ids, num_experts, first.tokens)
+        pair, slots = moe.sort_slots(ids, num_experts, first.tokens)
         num_slots = slots.shape[0]
     act = x.new_empty((num_pairs, width))
     y = x.new_empty((num_pairs, num_outputs))
     form = {"IS_PACKED": is_packed, "IS_SINGLE": is_single, "IS_PLAIN": knobs.runtime.interpret}
     enqueue(
         gate_up_kernel, (cdiv(2 * width, first.rows), num_slots),
-        x, gate_up, gate_up_scale, ids, pair, slots, stops, act, *moe.caps(glu),
+        x, gate_up, gate_up_scale, ids, pair, slots, act, *moe.caps(glu),
         A=num_active, Z=num_outputs, F=width, **moe.kind(glu, x.dtype), **form, **_sizes(first),
     )  # fmt: skip
     enqueue(
         down_kernel, (cdiv(num_outputs, second.rows), num_slots),
-        act, down, down_scale, ids, pair, slots, stops, y, F=width, Z=num_outputs,
+        act, down, down_scale, ids, pair, slots, y, F=width, Z=num_outputs,
         **form, **_sizes(second),
     )  # fmt: skip
     return moe.combine(y, None, weights, is_weighted=True)

@@ -31,7 +31,7 @@ WARPS = 4
 SUM_EPS = tl.constexpr(1e-20)  # of the released code, in the renormalisation
 MAX_EXPERTS = 1024  # scores of a token in one program
 MAX_SORTED = 8192  # pairs that every expert looks through
-SORT_BLOCK = 1024
+SORT_BLOCK = 2048
 COMPARED = 16  # pairs that each of a block is compared with at once
 
 
@@ -234,6 +234,19 @@ def choose_backward_kernel(
     tl.store(d_logits + places, d_logit, mask=mask)
 
 
+@triton.jit
+def place_own(found, pairs, expert, place, token, pair, row, A: tl.constexpr):
+    """Write where the pairs of `expert` among `found` stand, from `place` on; the place after."""
+    is_own = found == expert
+    count = is_own.to(tl.int32)
+    places = (place + tl.cumsum(count, 0) - count).to(tl.int64)
+    tl.store(pair + places, pairs.to(tl.int64), mask=is_own)
+    if row is not None:
+        tl.store(row + pairs, places, mask=is_own)
+        tl.store(token + places, (pairs // A).to(tl.int64), mask=is_own)
+    return place + tl.sum(count, 0)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def sort_kernel(
     ids, token, pair, row, stops, slots, num_pairs,
@@ -241,32 +254,31 @@ def sort_kernel(
 ):  # fmt: skip
     """Where the pairs of one expert stand in the order of experts, then of tokens; grid (E).
 
-    With `slots`, also the expert and the first pair of every `N` of its pairs: those of expert e
-    begin at slot start / N + e, behind the last that lower experts can need; -1 in what is left.
+    With `slots`, also the expert, the first pair and the end of every `N` of its pairs: those of
+    expert e begin at slot start / N + e, behind the last that lower experts can need; what is left
+    has -1 for an expert.
     """
     expert = tl.program_id(0)
-    start = expert * 0
-    for first in tl.range(0, num_pairs, B):
-        pairs = first + tl.arange(0, B)
-        found = tl.load(ids + pairs, mask=pairs < num_pairs, other=1 << 30)
-        start += tl.sum((found < expert).to(tl.int32), 0)
-    stop = start
-    for first in tl.range(0, num_pairs, B):
-        pairs = first + tl.arange(0, B)
-        is_own = tl.load(ids + pairs, mask=pairs < num_pairs, other=1 << 30) == expert
-        count = is_own.to(tl.int32)
-        places = (stop + tl.cumsum(count, 0) - count).to(tl.int64)
-        tl.store(pair + places, pairs.to(tl.int64), mask=is_own)
-        if row is not None:
-            tl.store(row + pairs, places, mask=is_own)
-            tl.store(token + places, (pairs // A).to(tl.int64), mask=is_own)
-        stop += tl.sum(count, 0)
-    tl.store(stops + expert, stop)
+    pairs = tl.arange(0, B)
+    found = tl.load(ids + pairs, mask=pairs < num_pairs, other=1 << 30).to(tl.int32)
+    start = tl.sum((found < expert).to(tl.int32), 0)
+    for first in tl.range(B, num_pairs, B):
+        others = first + pairs
+        other = tl.load(ids + others, mask=others < num_pairs, other=1 << 30)
+        start += tl.sum((other < expert).to(tl.int32), 0)
+    stop = place_own(found, pairs, expert, start, token, pair, row, A)
+    for first in tl.range(B, num_pairs, B):
+        others = first + pairs
+        other = tl.load(ids + others, mask=others < num_pairs, other=1 << 30)
+        stop = place_own(other, others, expert, stop, token, pair, row, A)
+    if stops is not None:
+        tl.store(stops + expert, stop)
     if slots is not None:
         for slot in tl.range(start // N + expert, stop // N + expert + 1):
             first = start + (slot - start // N - expert) * N
-            tl.store(slots + 2 * slot, tl.where(first < stop, expert, -1))
-            tl.store(slots + 2 * slot + 1, first)
+            tl.store(slots + 3 * slot, tl.where(first < stop, expert, -1))
+            tl.store(slots + 3 * slot + 1, first)
+            tl.store(slots + 3 * slot + 2, stop)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -396,7 +408,7 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
         enqueue(
             sort_kernel, (num_experts,),
             expert_ids, token, pair, row, stops, None, num_pairs, A=num_active,
-            B=sort_block(num_pairs), N=1, num_warps=WARPS,
+            **sort_shape(num_pairs), N=1,
         )  # fmt: skip
         return token, pair, row, stops
     padded, block = max(32, padded_width(num_experts)), counted(num_experts)
@@ -410,7 +422,7 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     enqueue(
         first_kernel, (1,),
         counts, firsts, stops, num_blocks, E=num_experts, BE=padded, R=max(1, 8192 // padded),
-        num_warps=2 * WARPS,
+        num_warps=16,
     )  # fmt: skip
     enqueue(
         place_kernel, (num_blocks,),
@@ -420,23 +432,22 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     return token, pair, row, stops
 
 
-def sort_slots(
-    expert_ids: Tensor, num_experts: int, slot_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Unsorted positions of sorted pairs, the experts' ends, slots of at most `slot_size` pairs.
+def sort_slots(expert_ids: Tensor, num_experts: int, slot_size: int) -> tuple[Tensor, Tensor]:
+    """Unsorted positions of sorted pairs, and slots of at most `slot_size` of them.
 
-    A slot (int32 `[S, 2]`, S from shapes alone) is an expert, -1 if none, and its first pair.
+    A slot (int32 `[S, 3]`, S from shapes alone) is an expert, -1 if none, its first pair of the
+    slot, and the end of its pairs.
     """
     num_pairs = expert_ids.numel()
     pair = expert_ids.new_empty(num_pairs)
-    stops = expert_ids.new_empty(num_experts, dtype=torch.int32)
-    slots = stops.new_empty((num_pairs // slot_size + num_experts, 2))
+    num_slots = num_pairs // slot_size + num_experts
+    slots = expert_ids.new_empty((num_slots, 3), dtype=torch.int32)
     enqueue(
         sort_kernel, (num_experts,),
-        expert_ids, None, pair, None, stops, slots, num_pairs, A=expert_ids.shape[1],
-        B=sort_block(num_pairs), N=slot_size, num_warps=WARPS,
+        expert_ids, None, pair, None, None, slots, num_pairs, A=expert_ids.shape[1],
+        **sort_shape(num_pairs), N=slot_size,
     )  # fmt: skip
-    return pair, stops, slots
+    return pair, slots
 
 
 def counted(num_experts: int) -> int:
@@ -444,21 +455,27 @@ def counted(num_experts: int) -> int:
     return 128 if num_experts <= 128 else 512
 
 
-def sort_block(num_pairs: int) -> int:
-    """Pairs that an expert looks at together."""
-    return min(SORT_BLOCK, padded_width(max(num_pairs, 16)))
+def sort_shape(num_pairs: int) -> dict[str, int]:
+    """Pairs that an expert looks at together, and warps."""
+    block = min(SORT_BLOCK, padded_width(max(num_pairs, 16)))
+    return {"B": block, "num_warps": 8 if block > 1024 else 4}
+
+
+def tile_shape(width: int) -> tuple[int, int]:
+    """Rows and columns of the gated unit's tiles, with few columns beyond `width`."""
+    block = min((512, 256, 128), key=lambda block: cdiv(width, block) * block)
+    return 1024 // block, block
 
 
 def activate(inner: Tensor, glu: Glu) -> Tensor:
     """Pre-activations `[TA, 2F]` to activations `[TA, F]`."""
     num_rows, width = inner.shape[0], inner.shape[1] // 2
     act = inner.new_empty((num_rows, width))
-    block = min(COLUMNS, padded_width(width))
-    grid = (cdiv(num_rows, ROWS), cdiv(width, block))
+    rows, block = tile_shape(width)
     if num_rows:
         enqueue(
-            glu_kernel, grid,
-            inner, act, num_rows, *caps(glu), F=width, **kind(glu, inner.dtype), R=ROWS, B=block,
+            glu_kernel, (cdiv(num_rows, rows), cdiv(width, block)),
+            inner, act, num_rows, *caps(glu), F=width, **kind(glu, inner.dtype), R=rows, B=block,
             num_warps=WARPS,
         )  # fmt: skip
     return act
@@ -474,12 +491,12 @@ def activate_backward(
     num_rows, width = d_act.shape
     d_inner, act = torch.empty_like(inner), torch.empty_like(d_act)
     d_weight = torch.empty_like(weight)
-    block = min(COLUMNS, padded_width(width))
+    rows, block = tile_shape(width)
     if num_rows:
         enqueue(
-            glu_backward_kernel, (cdiv(num_rows, ROWS),),
+            glu_backward_kernel, (cdiv(num_rows, rows),),
             d_act, inner, weight, pair, d_inner, act, d_weight, num_rows, *caps(glu), F=width,
-            **kind(glu, inner.dtype), R=ROWS, B=block, num_warps=WARPS,
+            **kind(glu, inner.dtype), R=rows, B=block, num_warps=WARPS,
         )  # fmt: skip
     return act, d_inner, d_weight
 
