@@ -41,14 +41,16 @@ def varlen_attention(
     is_short = all(run[0] < LONG for run in runs)
     if is_short or not causal or bounds_q != bounds_k or not _is_for_cudnn(q, k, v):
         return _by_flash(q, k, v, bounds_q, bounds_k, causal, scale)
-    parts = zip(*(tensor.split([sum(run) for run in runs]) for tensor in (q, k, v)), strict=True)
+    sizes = [sum(run) for run in runs]
     outs = []
-    for run, part in zip(runs, parts, strict=True):
+    for run, q_part, k_part, v_part in zip(
+        runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True
+    ):
         if run[0] >= LONG:
-            outs.append(_by_cudnn(*part, scale))
+            outs.append(_by_cudnn(q_part, k_part, v_part, scale))
         elif sum(run) > 0:
             bounds = list(accumulate(run, initial=0))
-            outs.append(_by_flash(*part, bounds, bounds, causal, scale))
+            outs.append(_by_flash(q_part, k_part, v_part, bounds, bounds, causal, scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
