@@ -41,11 +41,9 @@ class Kernel(JITFunction):
     """A kernel of three arguments and two compile-time ones that counts Triton's own launches."""
 
     def __init__(self):
+        self.fn = object()
         self.arg_names = ["x", "n", "rest", "B", "A"]
         self.compiled = []
-
-    def __hash__(self):
-        return id(self)
 
     def __getitem__(self, grid):
         def launch(*arguments, **constants):

@@ -92,7 +92,7 @@ def enqueue_aligned(
         kernel[grid](*arguments, **constants)
         return True
     device = torch.cuda.current_device()
-    key: list[object] = [kernel, device]
+    key: list[object] = [kernel.fn, device]  # a kernel's own hash is slow
     values: list[object] = []
     bits = 0
     for x in arguments:

@@ -56,7 +56,7 @@ def backward_shape(num_sources: int, width: int) -> RingShape | None:
         return _shape(8, 1024, max(14, num_sources + 2), 1, 3, width)
     if width > 1024:
         return _shape(4, 512, max(15 if width <= 2048 else 12, num_sources + 3), 3, 3, width)
-    return _shape(1, 128, num_sources + 3, 16 if width <= 768 else 10, 1, width)
+    return _shape(1, 128, num_sources + 3, 12 if width <= 768 else 10, 1, width)
 
 
 @cache
