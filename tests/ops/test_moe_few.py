@@ -19,7 +19,7 @@ from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4, encode_mxfp4
 
 gpu = pytest.mark.gpu
 GLU = Glu("situ", 4.0, 25.0)
-SIZES = [(8, 2, 96, 64), (64, 6, 384, 448), (6, 3, 3584, 160)]  # E, A, Z, F
+SIZES = [(8, 2, 96, 64), (64, 6, 384, 448), (6, 3, 3584, 160), (64, 2, 96, 64)]  # E, A, Z, F
 OPTIONS = {"activation": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0}
 
 
@@ -171,3 +171,11 @@ def test_packed_experts_refuse_what_they_cannot_serve():
         moe_experts_mxfp4(x, ids, weights, gate_up, down, **OPTIONS, impl="triton")
     with pytest.raises(ImplError, match="needs tensors on a CUDA device"):
         moe_experts_mxfp4(x.bfloat16(), ids, weights, gate_up, down, **OPTIONS, impl="triton")
+
+
+def test_weights_whose_rows_lie_apart_are_refused():
+    gate_up, down = torch.zeros(2, 32, 32).mT, torch.zeros(2, 32, 16)
+    x, weights = torch.zeros(1, 32), torch.zeros(1, 1)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    with pytest.raises(ImplError, match="contiguous"):
+        few.moe_experts(x, ids, weights, gate_up, down, GLU)

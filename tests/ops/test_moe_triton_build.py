@@ -46,6 +46,7 @@ from ops.test_moe_few import GLU, check, check_decoding
 
 for num_tokens, kind in ((1, "spread"), (5, "odd"), (19, "one"), (40, "spread")):
     check("cpu", torch.float32, num_tokens, (6, 2, 96, 64), kind, GLU)
+check("cpu", torch.float32, 3, (64, 2, 96, 64), "spread", GLU)
 check("cpu", torch.float32, 3, (4, 1, 160, 224), "spread", Glu("silu", 4.0, 25.0))
 # its conversion to bf16 loses subnormal numbers: scales of 0 and 1 are left to the card
 check_decoding("cpu", torch.tensor([2, 100, 127, 200, 255]))

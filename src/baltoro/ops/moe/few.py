@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from baltoro.ops.impl import ImplError
 from baltoro.ops.moe import triton as moe
 from baltoro.ops.moe.shared import Glu
 from baltoro.ops.moe.triton import glu_parts
@@ -269,9 +270,16 @@ def moe_experts(
     glu: Glu,
     shapes: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
-    """`ops.moe.moe_experts` and `moe_experts_mxfp4` without gradients, ids unchecked."""
+    """`ops.moe.moe_experts` and `moe_experts_mxfp4` without gradients, ids unchecked.
+
+    `shapes` are launches of both products with slots of one size, to be measured.
+    """
     gate_up, gate_up_scale = _fields(gate_up)
     down, down_scale = _fields(down)
+    if not (gate_up.is_contiguous() and down.is_contiguous()):
+        raise ImplError(
+            "moe_experts: impl='triton' needs contiguous weights of few tokens' experts"
+        )
     is_packed = gate_up_scale is not None
     num_experts, num_outputs = down.shape[:2]
     width = gate_up.shape[1] // 2
