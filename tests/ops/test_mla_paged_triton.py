@@ -77,13 +77,28 @@ def test_several_queries_of_a_sequence_earn_their_tolerance(dims, num_heads, pag
         assert_pages_earned(pages, "triton", "cuda")
 
 
+@pytest.fixture
+def divide(monkeypatch):
+    """Has the work divided among a number of programs."""
+    shape_of = kernels.shape_of
+
+    def among(num_programs: int) -> None:
+        monkeypatch.setattr(
+            kernels,
+            "shape_of",
+            lambda *sizes: shape_of(*sizes)._replace(num_programs=num_programs),
+        )
+
+    return among
+
+
 @gpu
-@pytest.mark.parametrize("splits", [1, 2, 3, 7, 24])
-@pytest.mark.parametrize("num_heads", [16, 40])
-def test_ranges_merge_to_what_one_range_gives(num_heads, splits, monkeypatch):
+@pytest.mark.parametrize("num_programs", [1, 2, 3, 7, 264])
+@pytest.mark.parametrize("num_heads", [8, 16, 40])
+def test_parts_merge_to_what_one_program_gives(num_heads, num_programs, divide):
     pages = pages_of([1000, 65, 0], num_heads=num_heads, dims=K3, dtype=bf16)
     exact = attend(pages.wide(), "reference")
-    monkeypatch.setattr(kernels, "num_splits_of", lambda num_programs, num_tiles: splits)
+    divide(num_programs)
     with poisoned_memory():
         out = attend(pages, "triton", "cuda")
     assert relative_error(out, exact) < 4e-3
@@ -112,20 +127,20 @@ def test_runs_repeat_to_the_bit_and_read_no_fresh_memory(num_heads):
 
 @gpu
 @pytest.mark.parametrize("num_heads", [16, 96])
-def test_company_and_the_place_of_pages_change_no_bit(num_heads, monkeypatch):
-    monkeypatch.setattr(kernels, "num_splits_of", lambda num_programs, num_tiles: 4)
+def test_the_place_of_pages_and_padding_change_no_bit(num_heads):
     pages = pages_of([300, 500], num_heads=num_heads, dims=K3, page_size=64, dtype=bf16)
-    together = attend(pages, "triton", "cuda")
     order = torch.arange(len(pages.latents)).flip(0)
     turned = torch.where(pages.page_table < len(order), len(order) - 1 - pages.page_table, 0)
-    alone = replace(
+    other = replace(
         pages,
-        q_latent=pages.q_latent[1:],
+        q_latent=torch.cat([pages.q_latent, torch.full_like(pages.q_latent[:1], torch.nan)]),
         latents=pages.latents[order],
-        page_table=turned[1:].to(torch.int32),
-        lengths=pages.lengths[1:],
+        page_table=torch.cat([turned, turned[:1]]).to(torch.int32),
+        lengths=torch.cat([pages.lengths, pages.lengths[:1] * 0]),
     )
-    assert torch.equal(attend(alone, "triton", "cuda"), together[1:])
+    expected = attend(pages, "triton", "cuda")
+    out = attend(other, "triton", "cuda")
+    assert torch.equal(out[:2], expected) and not out[2].any()
 
 
 @gpu
@@ -167,7 +182,7 @@ def test_pages_far_beyond_four_gigabytes_are_reached():
     pages = pages_of([70, 9], num_heads=2, dims=(64, 16), page_size=64, dtype=bf16)
     expected = attend(pages, "triton", "cuda")
     arguments = on_device(pages)
-    gap, shape = 2**30 + 64, pages.latents.shape
+    gap, shape = 80 * 2**24, pages.latents.shape
     memory = torch.empty(gap * shape[0], dtype=bf16, device="cuda")
     apart = memory.as_strided(shape, (gap, shape[2], 1))
     apart.copy_(arguments["latents"])
@@ -188,12 +203,20 @@ def test_rows_of_one_page_a_sequence_may_be_any_number():
 def test_what_no_kernel_serves_on_the_device_is_refused_with_the_reason():
     with pytest.raises(ImplError, match="serves bfloat16 and float16, not float32"):
         attend(pages_of([9], dtype=torch.float32), "triton", "cuda")
-    with pytest.raises(ImplError, match="up to 512 and up to 64 columns more, not 16 and 80"):
+    with pytest.raises(ImplError, match=r"up to 512 and up to 64 columns more.*not 16 and 80"):
         attend(pages_of([9], dims=(16, 80), dtype=bf16), "triton", "cuda")
     arguments = on_device(pages_of([9], dtype=bf16))
     arguments["latents"] = arguments["latents"].mT.contiguous().mT
     with pytest.raises(ImplError, match="needs contiguous pages"):
         paged_latent_attention(**arguments)
+    with pytest.raises(ImplError, match=r"pages of a multiple of 8 tokens.*page_size=12"):
+        attend(pages_of([9], page_size=12, dtype=bf16), "triton", "cuda")
+    arguments = on_device(pages_of([9], dims=(16, 8), dtype=bf16))
+    gap = arguments["latents"].new_zeros(3, 8 * 24 + 1)[:, :-1].unflatten(1, (8, 24))
+    with pytest.raises(ImplError, match="a whole number of rows apart"):
+        paged_latent_attention(**arguments | {"latents": gap})
+    with pytest.raises(ImplError, match=r"a positive scale, not -0\.1"):
+        paged_latent_attention(**arguments | {"scale": -0.1})
 
 
 def test_what_no_kernel_serves_is_refused_with_the_reason():
