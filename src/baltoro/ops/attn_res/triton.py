@@ -35,7 +35,7 @@ from . import ring
 MAX_TOKENS_PER_PROGRAM = 4  # of a forward program, which reads the query once for all of them
 MAX_PROGRAMS = 132 * 8  # of the forward pass, for fewer tokens than fill the device
 MAX_PROGRAM_WARPS = 132 * 16  # of the backward pass; each program has a part of dq
-SUM_COLUMNS = 16
+SUM_COLUMNS = 8  # of a program of the last kernel
 
 
 @triton.jit
@@ -301,7 +301,8 @@ def _backward(
             )  # fmt: skip
     enqueue(
         query_kernel, (cdiv(D, SUM_COLUMNS),), parts, norm_weight, proj_weight, d_norm, d_proj,
-        parts.shape[0], D=D, BP=128, BD=SUM_COLUMNS,
+        parts.shape[0], D=D, BP=256 if parts.shape[0] <= 256 else 1024, BD=SUM_COLUMNS,
+        num_warps=8,
     )  # fmt: skip
     return grads
 
