@@ -122,6 +122,8 @@ def test_every_class_that_a_kernel_can_ask_for_is_pinned():
         for kernel in ("cross_entropy_loss", "cross_entropy_gradient"):
             for width in (32768, 65536):
                 assert set(table[kernel][f"{dtype} w{width}"]) == {"block", "num_warps"}
+        for kernel in ("situ_glu_forward", "situ_glu_backward"):
+            assert set(table[kernel][dtype]) == {"block", "num_warps"}
     for rows in (16, 32, 64, 128):
         for part in ("gram", "apply"):
             shape = table[f"newton_schulz_{part}"][f"r{rows}"]

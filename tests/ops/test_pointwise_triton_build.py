@@ -151,23 +151,23 @@ def test_the_gated_unit_compiles_without_lost_registers(pointer, is_capped):
     shared = {
         "gate": pointer, "up": pointer, "out": pointer, "width": "i32:16", "gate_stride": "i32:16",
         "up_stride": "i32:16", "out_stride": "i32:16", "beta": "fp32", "linear_beta": "fp32",
-        "BLOCK": situ.BLOCK, "IS_CAPPED": is_capped,
-        "IS_EXACT": pointer == "*fp32", "IS_SQUARE": True,
+        "IS_CAPPED": is_capped, "IS_EXACT": pointer == "*fp32", "IS_SQUARE": True,
     }  # fmt: skip
     backward = {
         **shared, "d_out": pointer, "d_gate": pointer, "d_up": pointer,
         "d_out_stride": "i32:16",
     }  # fmt: skip
     del backward["out"]
-    for kernel, arguments in (
-        (situ.situ_forward_kernel, shared),
-        (situ.situ_backward_kernel, backward),
+    for name, kernel, arguments, most in (
+        ("situ_glu_forward", situ.situ_forward_kernel, shared, 30),
+        ("situ_glu_backward", situ.situ_backward_kernel, backward, 50),
     ):
-        assert resources(kernel, arguments, situ.NUM_WARPS).stack_bytes == 0
-        if pointer == "*bf16":  # else they wait for instructions and not for memory
-            code = machine_code(kernel, arguments, situ.NUM_WARPS)
-            per_number = len(code.splitlines()) / (situ.BLOCK / (32 * situ.NUM_WARPS))
-            assert per_number < (30 if kernel is situ.situ_forward_kernel else 50)
+        for shape in shapes_of(name, pointer.removeprefix("*")):
+            arguments["BLOCK"], num_warps = shape["block"], shape["num_warps"]
+            assert resources(kernel, arguments, num_warps).stack_bytes == 0
+            if pointer == "*bf16":  # else they wait for instructions and not for memory
+                code = machine_code(kernel, arguments, num_warps)
+                assert len(code.splitlines()) / (shape["block"] / (32 * num_warps)) < most
 
 
 @pytest.mark.parametrize("has_d_final", [False, True])

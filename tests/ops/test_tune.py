@@ -23,7 +23,8 @@ from baltoro.ops.launch_table import trying
 from baltoro.ops.tune import why_refused
 
 tune_cases.NORM_NUMBERS, tune_cases.CONV_TOKENS, tune_cases.LOSS_NUMBERS = 3000, 11, 2**16
-for name in ("rms_norm", "short_conv", "cross_entropy"):
+tune_cases.UNIT_TOKENS = 2
+for name in ("rms_norm", "short_conv", "cross_entropy", "situ_glu"):
     for build in tune_cases.cases((name,), torch.device("cpu"))[:2]:
         case = build()
         expected = case.run()

@@ -20,6 +20,8 @@ TABLE = Path(__file__).with_suffix(".json")
 PORTABLE = "portable"
 VERSION = 1
 
+_DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
+
 Launch = dict[str, int]
 Table = dict[str, dict[str, dict[str, Launch]]]  # section -> kernel -> class -> shape
 
@@ -136,8 +138,8 @@ def write(table: Table, path: Path) -> None:
 
 
 def dtype_class(dtype: torch.dtype) -> str:
-    """`bf16` or `fp32`: the dtypes that kernels have classes for."""
-    return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}[dtype]
+    """`bf16`, `fp32` or `fp16`: the dtypes that kernels serve."""
+    return _DTYPES[dtype]
 
 
 def width_class(width: int, low: int, high: int) -> str:

@@ -18,11 +18,13 @@ from .launch_table import Launch, dtype_class, width_class
 from .newton_schulz import newton_schulz
 from .rms_norm import rms_norm
 from .short_conv import short_conv
+from .situ import situ_glu
 
 BF16 = torch.bfloat16
 LANES = 32
 NORM_NUMBERS = 65536 * 768  # of an input
 CONV_TOKENS = 65536
+UNIT_TOKENS = 32768
 LOSS_NUMBERS = 2**27  # logits
 MATRICES = 96
 
@@ -102,6 +104,32 @@ def conv_case(kernel: str, channels: int, device: torch.device) -> Case:
     )
 
 
+def unit_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
+    for kernel in ("situ_glu_forward", "situ_glu_backward"):
+        yield partial(unit_case, kernel, device)
+
+
+def unit_case(kernel: str, device: torch.device) -> Case:
+    """Gate and up side by side, as one product gives them."""
+    gate, up = _normal(UNIT_TOKENS, 2 * 3072, device=device).chunk(2, -1)
+    d_out = _normal(*gate.shape, device=device)
+    situ_glu(gate[:1], up[:1], beta=4.0, linear_beta=25.0, impl="triton")
+    operators: Any = torch.ops.baltoro
+    runs = {
+        "situ_glu_forward": lambda: [operators.situ_glu_forward(gate, up, 4.0, 25.0)],
+        "situ_glu_backward": lambda: operators.situ_glu_backward(d_out, gate, up, 4.0, 25.0),
+    }
+    return Case(
+        kernel=kernel,
+        shape_class=dtype_class(gate.dtype),
+        run=runs[kernel],
+        candidates=[
+            {"block": numbers * LANES * warps, "num_warps": warps}
+            for numbers, warps in product((8, 16, 32), (1, 2, 4))
+        ],
+    )
+
+
 def loss_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
     for num_words in (32768, 163840):
         for kernel in ("cross_entropy_loss", "cross_entropy_gradient"):
@@ -164,6 +192,7 @@ def newton_schulz_case(kernel: str, rows: int, columns: int, device: torch.devic
 _CASES = {
     "rms_norm": norm_cases,
     "short_conv": conv_cases,
+    "situ_glu": unit_cases,
     "cross_entropy": loss_cases,
     "newton_schulz": newton_schulz_cases,
 }

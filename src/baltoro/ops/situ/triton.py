@@ -18,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch_table import dtype_class, launch
 from ..triton import as_operator, cdiv, enqueue, record, refuse_unserved, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SIGN = tl.constexpr(-(2**31))
-BLOCK = 512  # numbers of a program
-NUM_WARPS = 1
 
 
 @triton.jit
@@ -151,10 +150,15 @@ def situ_backward_kernel(
 
 
 def _launch(
-    kernel: Any, inputs: Sequence[Tensor], results: Sequence[Tensor], beta: float,
+    kernel: Any, way: str, inputs: Sequence[Tensor], results: Sequence[Tensor], beta: float,
     linear_beta: float | None,
 ) -> None:  # fmt: skip
-    """`kernel` over inputs of one shape and contiguous results: in rows, or in one long row."""
+    """`kernel` over inputs of one shape and contiguous results: in rows, or in one long row.
+
+    A class of launches is a dtype; a shape says the numbers of a program and its warps.
+    """
+    dtype, device = results[0].dtype, results[0].device
+    shape = launch(f"situ_glu_{way}", dtype_class(dtype), device)
     if all(x.is_contiguous() for x in inputs):
         num_rows, width = 1, results[0].numel()
         strides = [0] * (len(inputs) + 1)  # the most aligned
@@ -165,16 +169,16 @@ def _launch(
     if num_rows * width == 0:
         return
     enqueue(
-        kernel, (num_rows * cdiv(width, BLOCK),),
+        kernel, (num_rows * cdiv(width, shape["block"]),),
         *inputs, *results, width, *strides, beta, 0.0 if linear_beta is None else linear_beta,
-        BLOCK=BLOCK, IS_CAPPED=linear_beta is not None,
-        IS_EXACT=results[0].dtype is torch.float32, IS_SQUARE=beta == 4.0, num_warps=NUM_WARPS,
+        BLOCK=shape["block"], IS_CAPPED=linear_beta is not None,
+        IS_EXACT=dtype is torch.float32, IS_SQUARE=beta == 4.0, num_warps=shape["num_warps"],
     )  # fmt: skip
 
 
 def _forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     out = gate.new_empty(gate.shape)
-    _launch(situ_forward_kernel, (gate, up), (out,), beta, linear_beta)
+    _launch(situ_forward_kernel, "forward", (gate, up), (out,), beta, linear_beta)
     return out
 
 
@@ -189,7 +193,7 @@ def _backward(
     d_out: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
 ) -> tuple[Tensor, Tensor]:
     d_gate, d_up = grads = _gradients(d_out, gate, up, beta, linear_beta)
-    _launch(situ_backward_kernel, (gate, up, d_out), (d_gate, d_up), beta, linear_beta)
+    _launch(situ_backward_kernel, "backward", (gate, up, d_out), (d_gate, d_up), beta, linear_beta)
     return grads
 
 
