@@ -234,9 +234,9 @@ def walk_sm90_kernel(
     program = gl.program_id(1)
     first_row = gl.program_id(0) * block_rows
 
-    kv_s = ()
-    q_s = ()
-    for k in gl.static_range(NUM_PARTS):
+    kv_s = (gl.allocate_shared_memory(dtype, [STAGES, BN, PARTS[0]], TILE),)
+    q_s = (gl.allocate_shared_memory(dtype, [1, H, PARTS[0]], TILE),)
+    for k in gl.static_range(1, NUM_PARTS):
         kv_s = with_value(kv_s, k, gl.allocate_shared_memory(dtype, [STAGES, BN, PARTS[k]], TILE))
         q_s = with_value(q_s, k, gl.allocate_shared_memory(dtype, [1, H, PARTS[k]], TILE))
     if HAS_TAIL:
