@@ -15,23 +15,30 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from baltoro.ops.kda.triton.gradients_sm90 import gradients_sm90_kernel
+from baltoro.ops.kda.triton.launch import PREP_REGISTERS
 from baltoro.ops.kda.triton.prep_sm90 import prep_sm90_kernel
 from baltoro.ops.kda.triton.scan_sm90 import forward_scan_sm90_kernel, reverse_scan_sm90_kernel
+from baltoro.ops.kda.triton.segments_sm90 import segment_ends_sm90_kernel
 
 KERNELS = {
     "prep": prep_sm90_kernel,
     "gradients": gradients_sm90_kernel,
     "forward_scan": forward_scan_sm90_kernel,
     "reverse_scan": reverse_scan_sm90_kernel,
+    "segment_ends": segment_ends_sm90_kernel,
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 FP32 = {
     "a_log", "dt_bias", "gamma", "chunk_beta", "norms", "initial_state", "final_state",
-    "d_initial_state", "d_final_state", "d_bias_parts", "d_rate_parts",
+    "d_initial_state", "d_final_state", "d_bias_parts", "d_rate_parts", "ends",
+    "transitions",
 }  # fmt: skip
 LOGITS = {"g", "beta", "dg", "dbeta"}  # bf16 as logits, else fp32
 INT32 = {"table", "offsets", "cu_seqlens"}
-SCALARS = {"scale": "fp32", "eps": "fp32", "lower_bound": "fp32", "num_heads": "i32"}
+SCALARS = {
+    "scale": "fp32", "eps": "fp32", "lower_bound": "fp32", "num_heads": "i32",
+    "num_sequences": "i32", "length": "i32",
+}  # fmt: skip
 
 
 def absent(constants: dict[str, object]) -> set[str]:
@@ -67,7 +74,8 @@ def sass_of(name: str, constants: dict[str, object]) -> tuple[str, str]:
         if argument not in SCALARS or argument == "num_heads":
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": 4, "maxnreg": PREP_REGISTERS if name == "prep" else None}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])
         file.flush()
@@ -89,6 +97,10 @@ def resources(usage: str) -> int:
     return int(found[1])
 
 
+def _right_descriptor(match: re.Match[str]) -> str:
+    return f"gdesc[UR{int(match[1]) + 2}]"
+
+
 def lost_memory_descriptors(sass: str) -> list[str]:
     """Instructions that use the global memory descriptor as data, or a wrong one for memory."""
     bad: list[str] = []
@@ -103,6 +115,9 @@ def lost_memory_descriptors(sass: str) -> list[str]:
             if not {int(pair), int(pair) + 1} <= holders:
                 bad.append(line)
         target, *sources = re.sub(r"(?<!g)desc\[UR\d+\]", "", operands).split(",")
+        if opcode.startswith("HGMMA") and sources[0].strip().startswith("R"):
+            # of four registers only the last two are read: the right operand's
+            sources = [re.sub(r"gdesc\[UR(\d+)\]", _right_descriptor, x) for x in sources]
         target = target.strip()
         uniform = re.match(r"UR(\d+)", target)
         if opcode == "ULDC.64" and "c[0x0][0x208]" in operands and uniform:

@@ -1,9 +1,10 @@
 """The first kernel for Hopper (bf16, K of 64 or 128): `prep.py` with its layouts chosen.
 
 One warpgroup owns a chunk of a head. Strips of 64 channels are decayed channel-major and put down
-in shared memory as operands of the [64, 64] products. Pairs inside a half and pairs across the
-halves have accumulators of their own, because a masked pair may overflow. The inverse is joined
-level by level with tf32 products.
+in shared memory as operands. A product has 32 queries and 32 keys as its rows, 32 earlier keys as
+its columns: pairs inside the first half, inside the second, and across. The inverse is joined level
+by level with products of bf16 pairs. Loops stay loops, for the instruction cache, and registers
+are few enough for three programs a multiprocessor: most of a program's time is waiting.
 """
 
 from triton.experimental import gluon
@@ -21,9 +22,11 @@ from .tiles_sm90 import (
     CHUNK,
     COPY64,
     COPY64F,
+    COPY128,
     HALF,
     PAIR,
     SHIFT,
+    SQUARE,
     SQUARE_COLUMNS,
     SQUARE_ROWS,
     STRIP,
@@ -35,15 +38,14 @@ from .tiles_sm90 import (
     copy_tile,
     half_gate,
     half_tile,
+    left_rows,
     ones_where,
     sigmoid,
     store_half,
     store_tile,
+    truncated,
 )
 
-PAIR_TF32: gl.constexpr = gl.constexpr(
-    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 8])
-)
 MIN_BETA: gl.constexpr = gl.constexpr(2.0**-40)
 
 
@@ -54,41 +56,38 @@ def put_half(smem, h: gl.constexpr, value):
 
 
 @gluon.jit
-def tf32(x):
-    """x rounded to the 10 bits that a tf32 product keeps."""
-    bits = x.to(gl.int32, bitcast=True)
-    return ((bits + 0x1000) & -0x2000).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def square_product(a_s, b_s, a, b):
-    """a [64, 64] times b [64, 64] in tf32, through two buffers; b's holds it transposed."""
+def plus_product(acc, a, b, high_s, low_s):
+    """acc + a b, all [64, 64]; a and b as sums of two bf16 parts."""
     barrier()
-    a_s.store(tf32(a))
-    b_s.permute((1, 0)).store(tf32(b))
+    high = truncated(b)
+    high_s.store(high.to(gl.bfloat16))
+    low_s.store((b - high).to(gl.bfloat16))
+    high = truncated(a)
+    low = left_rows(a - high)
+    high = left_rows(high)
     fence_async_shared()
     barrier()
-    zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout=PAIR_TF32)
-    product = warpgroup_mma(a_s, b_s.permute((1, 0)), zero, use_acc=False, is_async=True)
-    product = warpgroup_mma_wait(0, deps=[product])
-    return gl.convert_layout(product, PAIR, assert_trivial=True)
+    acc = warpgroup_mma(high, high_s, acc, is_async=True)
+    acc = warpgroup_mma(low, high_s, acc, is_async=True)
+    acc = warpgroup_mma(high, low_s, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
 
 
 @gluon.jit
-def joined_block(L, row, column, B: gl.constexpr):
-    """The part of L [64, 64] that joins blocks of B rows: second's rows, first's columns."""
-    is_joint = (row // (2 * B) == column // (2 * B)) & ((row // B) % 2 == 1)
-    return gl.where(is_joint & ((column // B) % 2 == 0), L, 0.0)
+def joined_block(L, row, column, level):
+    """The part of L [64, 64] that joins blocks of 2^level rows: second's rows, first's columns."""
+    is_joint = ((row ^ column) >> level) == 1
+    return gl.where(is_joint & (row > column), L, 0.0)
 
 
 @gluon.jit
-def inverse_below_diagonal(L, row, column, a_s, b_s):
+def inverse_below_diagonal(L, row, column, high_s, low_s):
     """(I + L)^-1 - I of a strictly lower L [64, 64], blocks of 1, 2 .. 32 rows joined in pairs."""
-    E = -joined_block(L, row, column, 1)
-    for level in gl.static_range(1, 6):
-        block = joined_block(L, row, column, 2**level)
-        product = block + square_product(a_s, b_s, block, E)
-        E -= product + square_product(a_s, b_s, E, product)
+    E = -joined_block(L, row, column, 0)
+    for level in range(1, 6):
+        block = joined_block(L, row, column, level)
+        product = plus_product(block, block, E, high_s, low_s)
+        E = plus_product(E - product, -E, product, high_s, low_s)
     return E
 
 
@@ -98,6 +97,28 @@ def row_norm(sums, eps, NORMALIZE: gl.constexpr):
     if NORMALIZE:
         return gl.rsqrt(sums + eps)
     return gl.full([CHUNK], 1.0, gl.float32, layout=gl.SliceLayout(1, COPY64))
+
+
+@gluon.jit
+def put_queries(aqk, pairs_s, own_s):
+    """Store Aqk. Rows of `pairs_s`: 32 queries, 32 keys; columns: 64 of each half of the chunk."""
+    i = gl.arange(0, HALF, layout=gl.SliceLayout(1, COPY128))[:, None]
+    c = gl.arange(0, 2 * CHUNK, layout=gl.SliceLayout(0, COPY128))[None, :]
+    r = i + c // CHUNK * HALF
+    c = c % CHUNK
+    own_lo = own_s.slice(0, HALF, 0).load(gl.SliceLayout(1, COPY128))[:, None]
+    own_hi = own_s.slice(HALF, HALF, 0).load(gl.SliceLayout(1, COPY128))[:, None]
+    x = pairs_s.slice(0, HALF, 0).load(COPY128)
+    own = gl.where(r < HALF, own_lo, own_hi)
+    x = gl.where(r > c, x, gl.where(r == c, own, 0.0))
+    gl.store(aqk + r * CHUNK + c, x.to(gl.bfloat16))
+
+
+@gluon.jit
+def key_pairs(pairs_s):
+    """Rows of keys as [64, 64]."""
+    x = pairs_s.slice(HALF, HALF, 0).load(COPY128).reshape([HALF, 2, CHUNK])
+    return gl.convert_layout(x.permute((1, 0, 2)).reshape([CHUNK, CHUNK]), PAIR)
 
 
 @gluon.jit
@@ -128,16 +149,10 @@ def prep_sm90_kernel(
         copy_tile(q_s.index(s), q + head + s * STRIP, num_heads * K, length, COPY64)
         copy_tile(g_s.index(s), g + head + s * STRIP, num_heads * K, length, COPY_G)
     async_copy.commit_group()
-    row_q = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
-    row_k = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
-    col_k = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
-    hi_q = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
-    hi_k = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
-    lo_k = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
-    nothing = gl.zeros([STRIP, HALF], gl.float32, layout=ACC)
-    put_half(hi_q, 0, nothing)
-    put_half(hi_k, 0, nothing)
-    put_half(lo_k, 1, nothing)
+    row_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
+    far_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, CHUNK], TILE)
+    col_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, HALF], SQUARE)
+    lo_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, HALF], SQUARE)
     i = gl.arange(0, HALF, layout=SQUARE_ROWS)[:, None]
     up_to = ones_where(i <= gl.arange(0, HALF, layout=SQUARE_COLUMNS)[None, :])
 
@@ -175,11 +190,10 @@ def prep_sm90_kernel(
     fence_async_shared()
     barrier()
 
-    near_q = gl.zeros([CHUNK, CHUNK], gl.float32, layout=PAIR)
-    near_k = near_q
-    far_q = near_q
-    far_k = near_q
-    for s in gl.static_range(STRIPS):
+    lo = gl.zeros([CHUNK, HALF], gl.float32, layout=ACC)
+    hi = lo
+    far = lo
+    for s in range(STRIPS):
         channels = s * STRIP + gl.arange(0, STRIP, layout=CHANNELS)
         bias = gl.zeros([STRIP], gl.float32, layout=CHANNELS)
         if FROM_LOGITS:
@@ -193,61 +207,70 @@ def prep_sm90_kernel(
         gl.store(gamma + chunk * K + channels, gl.exp2(first0 + end0 + first1 + end1))
 
         k_CH = half_tile(k_s.index(s), 0) * k_norm_s.slice(0, HALF, 0).load(TOKENS)[None, :]
-        cross = k_CH * gl.exp2(end0[:, None] - L0)
-        put_half(lo_k, 0, cross)
+        column = k_CH * gl.exp2(-L0 - SHIFT)
+        col_s.store(column.to(gl.bfloat16))
+        cross = column * gl.exp2(end0 + SHIFT)[:, None]
+        lo_s.store(cross.to(gl.bfloat16))
         store_half(g_s.index(s), 0, cross * gl.exp2(first1 + end1)[:, None])
-        put_half(col_k, 0, k_CH * gl.exp2(-L0 - SHIFT))
         factor = gl.exp2(L0 + SHIFT)
-        put_half(row_k, 0, k_CH * factor)
-        decay = gl.exp2(L0 + first0[:, None])
-        store_half(k_s.index(s), 0, k_CH * decay)
+        to_start = gl.exp2(first0 - SHIFT)[:, None]
+        k_CH *= factor
+        put_half(row_s, 1, k_CH)
+        store_half(k_s.index(s), 0, k_CH * to_start)
         q_CH = half_tile(q_s.index(s), 0) * q_norm_s.slice(0, HALF, 0).load(TOKENS)[None, :]
-        put_half(row_q, 0, q_CH * factor)
-        store_half(q_s.index(s), 0, q_CH * decay)
-
-        k_CH = half_tile(k_s.index(s), 1) * k_norm_s.slice(HALF, HALF, 0).load(TOKENS)[None, :]
-        store_half(g_s.index(s), 1, k_CH * gl.exp2(end1[:, None] - L1))
-        put_half(col_k, 1, k_CH * gl.exp2(-L1 - SHIFT))
-        factor = gl.exp2(L1 + SHIFT)
-        put_half(row_k, 1, k_CH * factor)
-        decay = gl.exp2(L1 + first1[:, None])
-        cross = k_CH * decay
-        put_half(hi_k, 1, cross)
-        before = gl.exp2(first0 + end0)[:, None]
-        store_half(k_s.index(s), 1, cross * before)
-        q_CH = half_tile(q_s.index(s), 1) * q_norm_s.slice(HALF, HALF, 0).load(TOKENS)[None, :]
-        put_half(row_q, 1, q_CH * factor)
-        cross = q_CH * decay
-        put_half(hi_q, 1, cross)
-        store_half(q_s.index(s), 1, cross * before)
+        q_CH *= factor
+        put_half(row_s, 0, q_CH)
+        store_half(q_s.index(s), 0, q_CH * to_start)
         fence_async_shared()
         barrier()
+        lo = warpgroup_mma(row_s.permute((1, 0)), col_s, lo, is_async=True)
 
-        near_q = warpgroup_mma(row_q.permute((1, 0)), col_k, near_q, is_async=True)
-        near_k = warpgroup_mma(row_k.permute((1, 0)), col_k, near_k, is_async=True)
-        far_q = warpgroup_mma(hi_q.permute((1, 0)), lo_k, far_q, is_async=True)
-        far_k = warpgroup_mma(hi_k.permute((1, 0)), lo_k, far_k, is_async=True)
+        k_CH = half_tile(k_s.index(s), 1) * k_norm_s.slice(HALF, HALF, 0).load(TOKENS)[None, :]
+        column = k_CH * gl.exp2(-L1 - SHIFT)
+        store_half(g_s.index(s), 1, column * gl.exp2(end1 + SHIFT)[:, None])
+        factor = gl.exp2(L1 + SHIFT)
+        to_start = gl.exp2(first1 - SHIFT)[:, None]
+        before = gl.exp2(first0 + end0)[:, None]
+        lo = warpgroup_mma_wait(0, deps=[lo])
+        barrier()
+        col_s.store(column.to(gl.bfloat16))
+        k_CH *= factor
+        put_half(row_s, 1, k_CH)
+        k_CH *= to_start
+        put_half(far_s, 1, k_CH)
+        store_half(k_s.index(s), 1, k_CH * before)
+        q_CH = half_tile(q_s.index(s), 1) * q_norm_s.slice(HALF, HALF, 0).load(TOKENS)[None, :]
+        q_CH *= factor
+        put_half(row_s, 0, q_CH)
+        q_CH *= to_start
+        put_half(far_s, 0, q_CH)
+        store_half(q_s.index(s), 1, q_CH * before)
+        fence_async_shared()
+        barrier()
+        hi = warpgroup_mma(row_s.permute((1, 0)), col_s, hi, is_async=True)
+        far = warpgroup_mma(far_s.permute((1, 0)), lo_s, far, is_async=True)
         tile = chunk * CHUNK * K + s * STRIP
         store_tile(qp + tile, q_s.index(s), K, CHUNK, COPY64)
         store_tile(kp + tile, k_s.index(s), K, CHUNK, COPY64)
         store_tile(kc + tile, g_s.index(s), K, CHUNK, COPY_G)
-        near_q, near_k, far_q, far_k = warpgroup_mma_wait(0, deps=[near_q, near_k, far_q, far_k])
+        hi, far = warpgroup_mma_wait(0, deps=[hi, far])
         barrier()
 
+    pairs_s = gl.allocate_shared_memory(gl.float32, [CHUNK, 2 * CHUNK], TILE32)
+    pairs_s.slice(0, HALF, 1).store(lo)
+    pairs_s.slice(CHUNK, HALF, 1).store(far)
+    pairs_s.slice(CHUNK + HALF, HALF, 1).store(hi)
+    barrier()
+    square = chunk * CHUNK * CHUNK
+    put_queries(aqk + square, pairs_s, own_s)
     rows = row[:, None]
     columns = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, PAIR))[None, :]
-    is_near = (rows // HALF == columns // HALF) & (rows > columns)
-    own = own_s.load(gl.SliceLayout(1, PAIR))
-    pair = gl.where(is_near, near_q, far_q)
-    pair = gl.where(rows == columns, own[:, None], pair)
-    out_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE, pair.to(gl.bfloat16))
-    square = chunk * CHUNK * CHUNK
-    barrier()
-    store_tile(aqk + square, out_s, CHUNK, CHUNK, COPY64)
-    pair = gl.where(is_near, near_k, far_k) * beta_C[:, None]
-    a_s = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], TILE32)
-    b_s = gl.allocate_shared_memory(gl.float32, [CHUNK, CHUNK], TILE32)
-    pair = inverse_below_diagonal(pair, rows, columns, a_s, b_s)
+    pair = gl.where(rows > columns, key_pairs(pairs_s), 0.0)
+    pair *= beta_C[:, None]
+    high_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
+    low_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
+    pair = inverse_below_diagonal(pair, rows, columns, high_s, low_s)
+    out_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
     barrier()
     out_s.store(pair.to(gl.bfloat16))
     barrier()

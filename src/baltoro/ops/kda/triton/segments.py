@@ -57,7 +57,7 @@ def run_of_chunks(slot, offsets, cu_seqlens, num_sequences, length, IS_CUT: tl.c
     return n.to(tl.int64), first.to(tl.int64), count, start, end, place, segments
 
 
-@triton.jit(do_not_specialize=["num_sequences", "length"])
+@triton.jit(do_not_specialize=["num_heads", "num_sequences", "length"])
 def segment_ends_kernel(
     kp, kc, ainv, gamma, chunk_beta, v, initial_state, offsets, cu_seqlens, ends, transitions,
     num_heads, num_sequences, length,
@@ -111,7 +111,7 @@ def segment_ends_kernel(
         tl.store(here + (columns - V)[None, :] * K + channels[:, None], S)
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(do_not_specialize=["num_heads", "length"])
 def fold_kernel(
     ends, transitions, offsets, num_heads, length,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, IS_REVERSE: tl.constexpr,

@@ -17,29 +17,18 @@ from .tiles_sm90 import (
     CHUNK,
     COPY64,
     COPY128,
+    LINE,
     PAIR,
     STRIP,
     TILE,
     VECTOR,
     barrier,
+    copy_line,
     copy_tile,
+    left_rows,
 )
 
 SEQUENCES: gl.constexpr = gl.constexpr(64)  # most that a cut scan serves
-LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-LEFT: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, PAIR, 2))
-
-
-@gluon.jit
-def left_rows(value):
-    """A [64, R] accumulator as a left operand in bf16."""
-    return gl.convert_layout(value.to(gl.bfloat16), LEFT, assert_trivial=True)
-
-
-@gluon.jit
-def copy_line(smem, pointer, N: gl.constexpr):
-    i = gl.arange(0, N, layout=LINE)
-    async_copy.async_copy_global_to_shared(smem, pointer + i)
 
 
 @gluon.jit
@@ -98,7 +87,7 @@ def copy_transition_chunk(
     async_copy.commit_group()
 
 
-@gluon.jit(do_not_specialize=["num_sequences", "length"])
+@gluon.jit(do_not_specialize=["num_heads", "num_sequences", "length"])
 def segment_ends_sm90_kernel(
     kp, kc, ainv, gamma, chunk_beta, v, initial_state, offsets, cu_seqlens, ends, transitions,
     num_heads, num_sequences, length,

@@ -26,6 +26,8 @@ ACC: gl.constexpr = gl.constexpr(
 PAIR: gl.constexpr = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
 )  # [64 tokens, 64 tokens]
+LEFT: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, PAIR, 2))
+LINE: gl.constexpr = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 LHS: gl.constexpr = gl.constexpr(gl.DotOperandLayout(0, ACC, 2))
 CHANNELS: gl.constexpr = gl.constexpr(gl.SliceLayout(1, ACC))
 TOKENS: gl.constexpr = gl.constexpr(gl.SliceLayout(0, ACC))
@@ -56,6 +58,18 @@ def copy_tile(smem, pointer, row_stride, length, layout: gl.constexpr):
     async_copy.async_copy_global_to_shared(
         smem, pointer + offsets, mask=(i < length) & (offsets >= 0)
     )
+
+
+@gluon.jit
+def copy_line(smem, pointer, N: gl.constexpr):
+    i = gl.arange(0, N, layout=LINE)
+    async_copy.async_copy_global_to_shared(smem, pointer + i)
+
+
+@gluon.jit
+def left_rows(value):
+    """A [64, R] accumulator as a left operand in bf16."""
+    return gl.convert_layout(value.to(gl.bfloat16), LEFT, assert_trivial=True)
 
 
 @gluon.jit
