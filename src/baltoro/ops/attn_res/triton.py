@@ -343,7 +343,7 @@ def attn_res_mix(
     refuse_unserved("attn_res", *sources, norm_weight, proj_weight)
     values = [source.contiguous() for source in sources]
     weights = (norm_weight.contiguous(), proj_weight.contiguous())
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*values, *weights)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*weights, *values)):
         return record(_AttnResMix, eps, *weights, *values)
     out: Tensor = _forward_operator(values, *weights, eps, False)[0]
     return out
