@@ -67,9 +67,9 @@ SECTIONS = (
     Section(
         name="ops_pointwise",
         script="ops_pointwise.py",
-        arguments=("--budget", "120"),
-        quick=("--ways", "triton", "fla", "--budget", "30"),
-        seconds=(180, 50),
+        arguments=("--budget", "180"),
+        quick=("--ways", "triton", "fla", "--budget", "50"),
+        seconds=(240, 75),
         uses_fla=True,
     ),
     Section(

@@ -113,20 +113,6 @@ def loss(impl: str, hidden: Tensor, weight: Tensor) -> Tensor:
 
 def cases() -> list[Case]:
     found = []
-    for S, D, T in ((5, 768, 65536), (9, 7168, 8192), (9, 2048, 8192)):
-        found.append(
-            Case(
-                name="attn_res",
-                sizes={"sources": S, "width": D, "tokens": T},
-                op=mix,
-                fla=fla_mix,
-                inputs=lambda T, S=S, D=D: [
-                    normal(D), normal(D, scale=0.1), *(normal(T, D) for _ in range(S))
-                ],
-                forward_bytes=2 * T * D * (S + 1),
-                backward_bytes=2 * T * D * (2 * S + 1),
-            )
-        )  # fmt: skip
     for name, op, shape in (("rms_norm", norm, (768,)), ("gated_rms_norm", gated, (6, 128))):
         T, is_gated = 65536, op is gated
         found.append(
@@ -180,6 +166,20 @@ def cases() -> list[Case]:
             backward_flops=4 * T * D * W,
         )
     )
+    for S, D, T in ((5, 768, 65536), (9, 7168, 8192), (9, 2048, 8192)):
+        found.append(
+            Case(
+                name="attn_res",
+                sizes={"sources": S, "width": D, "tokens": T},
+                op=mix,
+                fla=fla_mix,
+                inputs=lambda T, S=S, D=D: [
+                    normal(D), normal(D, scale=0.1), *(normal(T, D) for _ in range(S))
+                ],
+                forward_bytes=2 * T * D * (S + 1),
+                backward_bytes=2 * T * D * (2 * S + 1),
+            )
+        )  # fmt: skip
     return found
 
 
@@ -232,10 +232,12 @@ def measure(op: Op, case: Case, impl: str) -> dict[str, float]:
     return times
 
 
-def time_case(case: Case, ways: list[str], rates: Rates) -> dict[str, object]:
-    """Floors and times of a case."""
+def time_case(
+    case: Case, ways: list[str], rates: Rates, row: dict[str, object], keep: Callable[[], None]
+) -> None:
+    """Put floors and times of a case into `row`, and `keep` it after each way."""
     refuse_wrong_results(case)
-    row: dict[str, object] = {
+    row |= {
         "op": case.name,
         **case.sizes,
         "floor": {
@@ -255,7 +257,7 @@ def time_case(case: Case, ways: list[str], rates: Rates) -> dict[str, object]:
                 row[way] = measure(case.fla, case, way)
             except (RuntimeError, TritonError) as error:
                 row["fla_left_out"] = str(error)[:200]
-    return row
+        keep()
 
 
 def main() -> None:
@@ -273,20 +275,23 @@ def main() -> None:
     rates = Rates.measured()
     result = {**rates.head(commit), "fla": None, "rows": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep() -> None:
+        if tuning is not None:
+            result["fla"] = f"{fla_ops.version()}, {tuning.what()}"
+            if arguments.fla_out is not None:
+                tuning.save(arguments.fla_out)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
     for case in cases():
         if arguments.only not in (None, case.name):
             continue
         if time.monotonic() - start > arguments.budget:
             print(f"bench: budget spent; left out from {case.name} {case.sizes} on", flush=True)
             break
-        row = time_case(case, arguments.ways, rates)
-        if tuning is not None:
-            result["fla"] = f"{fla_ops.version()}, {tuning.what()}"
-            if arguments.fla_out is not None:
-                tuning.save(arguments.fla_out)
-        result["rows"].append(row)
-        print(json.dumps(row), flush=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        result["rows"].append({})
+        time_case(case, arguments.ways, rates, result["rows"][-1], keep)
+        print(json.dumps(result["rows"][-1]), flush=True)
     if tuning is not None:
         tuning.close()
 
