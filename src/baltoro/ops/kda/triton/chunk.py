@@ -12,6 +12,7 @@ from .launch import (
     outputs,
     run_backward,
     run_forward,
+    serves_sm90,
 )
 from .tiles import CHUNK, table_kernel
 
@@ -133,17 +134,22 @@ def _run(
     initial_state: torch.Tensor | None,
     gate: Gate,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and final state. Head dims that the scans in bf16 do not serve are computed in fp32."""
     _refuse_unserved(q, v)
     a_log, dt_bias, lower_bound, normalize, eps = gate
+    dtype = v.dtype
+    if dtype == torch.bfloat16 and not serves_sm90(q, v):
+        q, k, v, g, beta = (x.float() for x in (q, k, v, g, beta))
     q, k, v, g, beta = (x.contiguous() for x in (q, k, v, g, beta))
     if initial_state is not None:
         initial_state = initial_state.contiguous()
     inputs = (q, k, v, g, beta, initial_state, a_log, dt_bias)
     arguments = (q, k, v, g, beta, cu_seqlens, initial_state, a_log, dt_bias)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _ChunkKda.apply(*arguments, lower_bound, normalize, eps)
-    o, final_state, *_ = _forward(*arguments, lower_bound, normalize, eps, False)
-    return o, final_state
+        o, final_state = _ChunkKda.apply(*arguments, lower_bound, normalize, eps)
+    else:
+        o, final_state, *_ = _forward(*arguments, lower_bound, normalize, eps, False)
+    return o.to(dtype), final_state
 
 
 def _name(x: torch.Tensor) -> str:

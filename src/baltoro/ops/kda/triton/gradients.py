@@ -18,13 +18,14 @@ import triton.language as tl
 
 from .tiles import (
     CHUNK,
+    HALF,
     LEVELS,
+    LOG2E,
     is_second,
     joins,
     level_steps,
     lifted,
     load_log2_gate,
-    softplus,
     sum_where,
 )
 
@@ -92,6 +93,75 @@ def row_gradients_kernel(
 
 
 @triton.jit
+def half_gradients(q, k, gate, pair, own, rows, PARTS: tl.constexpr, PRECISION: tl.constexpr):
+    """Pairs inside one half: gradients of q, k and the steps; the steps since it began, until it
+    ends. All [R, BK].
+    """
+    square = rows[:, None] * CHUNK + rows[None, :]
+    dA_q = tl.load(pair + square)
+    dA_k = tl.load(pair + CHUNK * CHUNK + square)
+    low = dA_q.dtype
+    dq = own[:, None] * k
+    dk = own[:, None] * q
+    dg = tl.zeros_like(gate)
+    since = gate
+    until = tl.zeros_like(gate)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        second = is_second(rows, level)
+        factor = tl.exp2(tl.where(second, since, until))
+        is_pair = joins(rows, level)
+        # second rows take dAqk from the keys of first ones, first rows from the queries of second
+        other = tl.where(second, q, k)
+        dA = tl.where(is_pair, dA_q, 0.0)
+        t = tl.dot(dA, (other * factor).to(low), input_precision=PRECISION) * factor
+        dA = tl.where(is_pair, dA_k, 0.0)
+        tk = tl.dot(dA, (k * factor).to(low), input_precision=PRECISION) * factor
+        dg += level_steps(other * t + k * tk, rows, level, PARTS)
+        dq += tl.where(second, t, 0.0)
+        dk += tl.where(second, 0.0, t) + tk
+        since, until = lifted(since, until, rows, level)
+    return dq, dk, dg, since, until
+
+
+@triton.jit
+def crossing_sum(reads, writes, rows, PARTS: tl.constexpr):
+    """Gradient of the steps: what is read at a row or after it, and written before it."""
+    dg = sum_where(rows[None, :] >= rows[:, None], reads, PARTS)
+    return dg + sum_where(rows[None, :] < rows[:, None], writes, PARTS)
+
+
+@triton.jit
+def logit_gradients(
+    dg, log2_gate, logits, is_valid, bias, rate, lower_bound, FROM_LOGITS: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the logits, and of the logarithm of the rate token by token."""
+    d_rate = dg
+    if FROM_LOGITS:
+        y = tl.load(logits, mask=is_valid, other=0.0).to(tl.float32) + bias
+        if IS_BOUNDED:
+            dg *= lower_bound * rate * tl.sigmoid(rate * y) * tl.sigmoid(-rate * y)
+            d_rate = dg * y
+        else:
+            d_rate = dg * log2_gate / LOG2E
+            dg *= tl.sigmoid(y) * -rate
+    return tl.where(is_valid, dg, 0.0), tl.where(is_valid, d_rate, 0.0)
+
+
+@triton.jit
+def through_norm(dx, x, norm, read, scale):
+    """Gradient of raw rows from that of x = scale * norm * rows, and the row products of both."""
+    return norm[:, None] * (scale * dx - x * (read / scale)[:, None])
+
+
+@triton.jit
+def row_norms(norms, rows, NORMALIZE: tl.constexpr):
+    if NORMALIZE:
+        return tl.load(norms + rows)
+    return tl.full([HALF], 1.0, tl.float32)
+
+
+@triton.jit
 def gradients_kernel(
     q, k, g, do, dv, v_new, states, d_states, gamma, norms, pairs, products, a_log, dt_bias, table,
     dq, dk, dg, d_bias_parts, d_rate_parts,
@@ -117,99 +187,143 @@ def gradients_kernel(
         return
     start = tl.load(table + m * 3 + 1).to(tl.int64)
     length = tl.load(table + m * 3 + 2)
-    rows = tl.arange(0, CHUNK)
-    cols = tl.arange(0, CHUNK)
+    rows = tl.arange(0, HALF)
     low = v_new.dtype.element_ty
-    is_row = rows < length
-
-    through = tl.zeros([BK], tl.float32)
-    dq_CK = tl.zeros([CHUNK, BK], tl.float32)
-    dk_CK = tl.zeros([CHUNK, BK], tl.float32)
-    wk_CK = tl.zeros([CHUNK, BK], tl.float32)
-    for part in tl.range(0, V // BV, num_stages=1):
-        columns = part * BV + tl.arange(0, BV)
-        value = (start * num_heads + h) * V + rows[:, None] * (num_heads * V) + columns[None, :]
-        is_value = is_row[:, None] & (columns >= 0)[None, :]
-        do_CV = tl.load(do + value, mask=is_value, other=0.0).to(low)
-        dv_CV = tl.load(dv + value, mask=is_value, other=0.0).to(low)
-        v_new_CV = tl.load(v_new + chunk * CHUNK * V + rows[:, None] * V + columns[None, :])
-        state = channels[:, None] * V + columns[None, :]
-        if IS_TRANSPOSED:
-            state = channels[:, None] + columns[None, :] * K
-        S_KV = tl.load(states + chunk * K * V + state)
-        dS_KV = tl.load(d_states + chunk * K * V + state)
-        through += tl.sum(S_KV.to(tl.float32) * dS_KV.to(tl.float32), 1)
-        dq_CK = tl.dot(do_CV, tl.trans(S_KV), dq_CK, input_precision=PRECISION)
-        dk_CK = tl.dot(dv_CV, tl.trans(S_KV), dk_CK, input_precision=PRECISION)
-        wk_CK = tl.dot(v_new_CV, tl.trans(dS_KV), wk_CK, input_precision=PRECISION)
-    through *= tl.load(gamma + chunk * K + channels)
+    is_lo = rows < length
+    is_hi = rows + HALF < length
 
     head = start * num_heads * K + h * K
-    offsets = rows[:, None] * (num_heads * K) + channels[None, :]
-    is_valid = is_row[:, None] & (channels >= 0)[None, :]
+    q += head
+    k += head
+    g += head
+    dq += head
+    dk += head
+    dg += head
+    lo = rows[:, None] * (num_heads * K) + channels[None, :]
+    hi = lo + HALF * num_heads * K
+    in_lo = is_lo[:, None] & (channels >= 0)[None, :]
+    in_hi = is_hi[:, None] & (channels >= 0)[None, :]
     bias = 0.0
     rate = 1.0
     if FROM_LOGITS:
         bias = tl.load(dt_bias + h * K + channels)[None, :]
         rate = tl.exp(tl.load(a_log + h))
-    gate = load_log2_gate(
-        g + head, offsets, is_valid, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED
+    norm = norms + chunk * 2 * CHUNK
+    pair = pairs + chunk * 2 * CHUNK * CHUNK
+    product = products + chunk * 3 * CHUNK + rows
+
+    gate_lo = load_log2_gate(g, lo, in_lo, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED)
+    q_norm_lo = row_norms(norm, rows, NORMALIZE)
+    k_norm_lo = row_norms(norm + CHUNK, rows, NORMALIZE)
+    q_lo = tl.load(q + lo, mask=in_lo, other=0.0).to(tl.float32) * (q_norm_lo * scale)[:, None]
+    k_lo = tl.load(k + lo, mask=in_lo, other=0.0).to(tl.float32) * k_norm_lo[:, None]
+    dq_lo, dk_lo, dg_lo, since_lo, until_lo = half_gradients(
+        q_lo, k_lo, gate_lo, pair, tl.load(product), rows, PARTS, PRECISION
     )
-    q_CK = tl.load(q + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
-    k_CK = tl.load(k + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
-    if NORMALIZE:
-        q_norm = tl.load(norms + chunk * 2 * CHUNK + rows)
-        k_norm = tl.load(norms + chunk * 2 * CHUNK + CHUNK + rows)
-        q_CK *= q_norm[:, None]
-        k_CK *= k_norm[:, None]
-    q_CK *= scale
+    gate_hi = load_log2_gate(g, hi, in_hi, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED)
+    q_norm_hi = row_norms(norm + HALF, rows, NORMALIZE)
+    k_norm_hi = row_norms(norm + CHUNK + HALF, rows, NORMALIZE)
+    q_hi = tl.load(q + hi, mask=in_hi, other=0.0).to(tl.float32) * (q_norm_hi * scale)[:, None]
+    k_hi = tl.load(k + hi, mask=in_hi, other=0.0).to(tl.float32) * k_norm_hi[:, None]
+    dq_hi, dk_hi, dg_hi, since_hi, until_hi = half_gradients(
+        q_hi, k_hi, gate_hi, pair + HALF * CHUNK + HALF, tl.load(product + HALF), rows, PARTS,
+        PRECISION,
+    )  # fmt: skip
 
-    # second rows of a level take dAqk from the keys of first ones, first rows from their queries
-    pair = pairs + chunk * 2 * CHUNK * CHUNK + rows[:, None] * CHUNK + cols[None, :]
-    own_C = tl.load(products + chunk * 3 * CHUNK + rows)
-    pair_q = own_C[:, None] * k_CK
-    pair_k = own_C[:, None] * q_CK
-    dg_CK = tl.zeros([CHUNK, BK], tl.float32)
-    since = gate
-    until = tl.zeros_like(gate)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        second = is_second(rows, level)
-        factor = tl.exp2(tl.where(second, since, until))
-        is_pair = joins(rows, cols, level)
-        other_CK = tl.where(second, q_CK, k_CK)
-        dA = tl.load(pair, mask=is_pair, other=0.0)
-        t = tl.dot(dA, (other_CK * factor).to(low), input_precision=PRECISION) * factor
-        dA = tl.load(pair + CHUNK * CHUNK, mask=is_pair, other=0.0)
-        tk = tl.dot(dA, (k_CK * factor).to(low), input_precision=PRECISION) * factor
-        dg_CK += level_steps(other_CK * t + k_CK * tk, rows, cols, level, PARTS)
-        pair_q += tl.where(second, t, 0.0)
-        pair_k += tl.where(second, 0.0, t) + tk
-        since, until = lifted(since, until, rows, level)
+    # the halves meet: rows of the second, columns of the first
+    since_hi = tl.exp2(since_hi)
+    far = tl.exp2(until_lo)
+    square = rows[:, None] * CHUNK + rows[None, :]
+    below = pair + HALF * CHUNK + square
+    above = pair + HALF + square
+    x = (k_lo * far).to(low)
+    read_q = tl.dot(tl.load(below), x, input_precision=PRECISION) * since_hi
+    read_k = tl.dot(tl.load(below + CHUNK * CHUNK), x, input_precision=PRECISION) * since_hi
+    x = (q_hi * since_hi).to(low)
+    write = tl.dot(tl.load(above), x, input_precision=PRECISION)
+    x = (k_hi * since_hi).to(low)
+    write = tl.dot(tl.load(above + CHUNK * CHUNK), x, write, input_precision=PRECISION) * far
 
-    decay = tl.exp2(since)
-    dq_CK *= decay
-    dk_CK *= -decay
-    wk_CK *= tl.exp2(until)
-    dg_CK += sum_where(cols[None, :] >= rows[:, None], q_CK * dq_CK + k_CK * dk_CK, PARTS)
-    dg_CK += sum_where(cols[None, :] < rows[:, None], k_CK * wk_CK, PARTS) + through[None, :]
-    dq_CK += pair_q
-    dk_CK += pair_k + wk_CK
+    dq_hi += read_q
+    dk_hi += read_k
+    dk_lo += write
+    reads_hi = q_hi * read_q + k_hi * read_k
+    writes_lo = k_lo * write
+
+    do += (start * num_heads + h) * V
+    dv += (start * num_heads + h) * V
+    v_new += chunk * CHUNK * V
+    states += chunk * K * V
+    d_states += chunk * K * V
+    # reads of the incoming state, writes that reach the outgoing one
+    through = tl.zeros([BK], tl.float32)
+    rq_lo = tl.zeros([HALF, BK], tl.float32)
+    rk_lo = rq_lo
+    wk_lo = rq_lo
+    rq_hi = rq_lo
+    rk_hi = rq_lo
+    wk_hi = rq_lo
+    for part in tl.range(0, V // BV, num_stages=1):
+        columns = part * BV + tl.arange(0, BV)
+        state = columns[:, None] * (1 if not IS_TRANSPOSED else K)
+        state += channels[None, :] * (V if not IS_TRANSPOSED else 1)
+        S_VK = tl.load(states + state)
+        dS_VK = tl.load(d_states + state)
+        through += tl.sum(S_VK.to(tl.float32) * dS_VK.to(tl.float32), 0)
+        value = rows[:, None] * (num_heads * V) + columns[None, :]
+        next_value = value + HALF * num_heads * V
+        has_lo = is_lo[:, None] & (columns >= 0)[None, :]
+        has_hi = is_hi[:, None] & (columns >= 0)[None, :]
+        here = v_new + rows[:, None] * V + columns[None, :]
+        d = tl.load(do + value, mask=has_lo, other=0.0).to(low)
+        rq_lo = tl.dot(d, S_VK, rq_lo, input_precision=PRECISION)
+        d = tl.load(do + next_value, mask=has_hi, other=0.0).to(low)
+        rq_hi = tl.dot(d, S_VK, rq_hi, input_precision=PRECISION)
+        d = tl.load(dv + value, mask=has_lo, other=0.0).to(low)
+        rk_lo = tl.dot(d, S_VK, rk_lo, input_precision=PRECISION)
+        d = tl.load(dv + next_value, mask=has_hi, other=0.0).to(low)
+        rk_hi = tl.dot(d, S_VK, rk_hi, input_precision=PRECISION)
+        wk_lo = tl.dot(tl.load(here), dS_VK, wk_lo, input_precision=PRECISION)
+        wk_hi = tl.dot(tl.load(here + HALF * V), dS_VK, wk_hi, input_precision=PRECISION)
+    through *= tl.load(gamma + chunk * K + channels)
+    end_lo = tl.sum(gate_lo, 0)
+    end_hi = tl.sum(gate_hi, 0)
+    since_lo = tl.exp2(since_lo)
+    since_hi *= tl.exp2(end_lo)[None, :]
+    rq_lo *= since_lo
+    rk_lo *= -since_lo
+    wk_lo *= far * tl.exp2(end_hi)[None, :]
+    rq_hi *= since_hi
+    rk_hi *= -since_hi
+    wk_hi *= tl.exp2(until_hi)
+    dq_lo += rq_lo
+    dk_lo += rk_lo + wk_lo
+    dq_hi += rq_hi
+    dk_hi += rk_hi + wk_hi
+    reads = q_hi * rq_hi + k_hi * rk_hi
+    writes = k_lo * wk_lo
+    dg_lo += crossing_sum(q_lo * rq_lo + k_lo * rk_lo, writes_lo + writes, rows, PARTS)
+    dg_hi += crossing_sum(reads_hi + reads, k_hi * wk_hi, rows, PARTS)
+    dg_lo += (through + tl.sum(reads, 0))[None, :]
+    dg_hi += (through + tl.sum(writes, 0))[None, :]
+
+    dg_lo, rate_lo = logit_gradients(
+        dg_lo, gate_lo, g + lo, in_lo, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED
+    )
+    dg_hi, rate_hi = logit_gradients(
+        dg_hi, gate_hi, g + hi, in_hi, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED
+    )
     if FROM_LOGITS:
-        y = tl.load(g + head + offsets, mask=is_valid, other=0.0).to(tl.float32) + bias
-        if IS_BOUNDED:
-            dg_CK *= lower_bound * rate * tl.sigmoid(rate * y) * tl.sigmoid(-rate * y)
-            d_rate = dg_CK * y
-        else:
-            d_rate = dg_CK * softplus(y) * -rate
-            dg_CK *= tl.sigmoid(y) * -rate
-        dg_CK = tl.where(is_valid, dg_CK, 0.0)
-        tl.store(d_bias_parts + chunk * K + channels, tl.sum(dg_CK, 0))
-        tl.store(d_rate_parts + chunk * K + channels, tl.sum(tl.where(is_valid, d_rate, 0.0), 0))
-    tl.store(dg + head + offsets, dg_CK.to(dg.dtype.element_ty), mask=is_valid)
+        tl.store(d_bias_parts + chunk * K + channels, tl.sum(dg_lo + dg_hi, 0))
+        tl.store(d_rate_parts + chunk * K + channels, tl.sum(rate_lo + rate_hi, 0))
+    tl.store(dg + lo, dg_lo.to(dg.dtype.element_ty), mask=in_lo)
+    tl.store(dg + hi, dg_hi.to(dg.dtype.element_ty), mask=in_hi)
     if NORMALIZE:
-        read_q = tl.load(products + chunk * 3 * CHUNK + CHUNK + rows)
-        read_k = tl.load(products + chunk * 3 * CHUNK + 2 * CHUNK + rows)
-        dq_CK = q_norm[:, None] * (scale * dq_CK - q_CK * (read_q / scale)[:, None])
-        dk_CK = k_norm[:, None] * (dk_CK - k_CK * read_k[:, None])
-    tl.store(dq + head + offsets, dq_CK.to(dq.dtype.element_ty), mask=is_valid)
-    tl.store(dk + head + offsets, dk_CK.to(dk.dtype.element_ty), mask=is_valid)
+        dq_lo = through_norm(dq_lo, q_lo, q_norm_lo, tl.load(product + CHUNK), scale)
+        dq_hi = through_norm(dq_hi, q_hi, q_norm_hi, tl.load(product + CHUNK + HALF), scale)
+        dk_lo = through_norm(dk_lo, k_lo, k_norm_lo, tl.load(product + 2 * CHUNK), 1.0)
+        dk_hi = through_norm(dk_hi, k_hi, k_norm_hi, tl.load(product + 2 * CHUNK + HALF), 1.0)
+    tl.store(dq + lo, dq_lo.to(low), mask=in_lo)
+    tl.store(dq + hi, dq_hi.to(low), mask=in_hi)
+    tl.store(dk + lo, dk_lo.to(low), mask=in_lo)
+    tl.store(dk + hi, dk_hi.to(low), mask=in_hi)

@@ -9,18 +9,23 @@ so that nothing grows: every entry of the inverse is in [-1, 1].
 import triton
 import triton.language as tl
 
-from .tiles import CHUNK, LEVELS, MIN_BETA, is_second, joins, lifted, load_log2_gate
+from .tiles import CHUNK, HALF, LEVELS, MIN_BETA, is_second, joins, lifted, load_log2_gate
 
 
 @triton.jit
-def inverse_below_diagonal(L, rows, cols, PRECISION: tl.constexpr):
-    """(I + L)^-1 - I of a strictly lower L [C, C], fp32. The unit diagonal never meets rounding."""
-    E = tl.where(joins(rows, cols, 0), -L, 0.0)
+def inverse_below_diagonal(L, rows, PRECISION: tl.constexpr):
+    """(I + L)^-1 - I of a strictly lower L [R, R], fp32. The unit diagonal never meets rounding."""
+    E = tl.where(joins(rows, 0), -L, 0.0)
     for level in tl.range(1, LEVELS, num_stages=1):
-        block = tl.where(joins(rows, cols, level), L, 0.0)
-        product = block + tl.dot(block, E, input_precision=PRECISION)
-        E -= product + tl.dot(E, product, input_precision=PRECISION)
+        E = joined_inverse(tl.where(joins(rows, level), L, 0.0), E, E, PRECISION) + E
     return E
+
+
+@triton.jit
+def joined_inverse(L, first, second, PRECISION: tl.constexpr):
+    """What a block L below two inverses, both without their unit diagonal, has as its own."""
+    product = L + tl.dot(L, first, input_precision=PRECISION)
+    return -product - tl.dot(second, product, input_precision=PRECISION)
 
 
 @triton.jit
@@ -29,8 +34,49 @@ def inverse_norms(x, rows, is_row, num_heads, eps, K: tl.constexpr):
     channels = tl.arange(0, K)
     offsets = rows[:, None] * (num_heads * K) + channels[None, :]
     is_valid = is_row[:, None] & (channels >= 0)[None, :]
-    x_CK = tl.load(x + offsets, mask=is_valid, other=0.0).to(tl.float32)
-    return tl.rsqrt(tl.sum(x_CK * x_CK, 1) + eps)
+    x_RK = tl.load(x + offsets, mask=is_valid, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(x_RK * x_RK, 1) + eps)
+
+
+@triton.jit
+def load_beta(beta, chunk_beta, rows, is_row, num_heads, FROM_LOGITS: tl.constexpr):
+    """The write strengths of some rows, 0 where there is none; stored for the other kernels."""
+    beta_R = tl.load(beta + rows * num_heads, mask=is_row, other=0.0).to(tl.float32)
+    if FROM_LOGITS:
+        beta_R = tl.sigmoid(beta_R)
+    beta_R = tl.where(is_row, tl.maximum(beta_R, MIN_BETA), 0.0)
+    tl.store(chunk_beta + rows, beta_R)
+    return beta_R
+
+
+@triton.jit
+def half_pairs(q, k, gate, aqk, akk, rows, LOW: tl.constexpr, PRECISION: tl.constexpr):
+    """Add the pairs inside one half to Aqk and Akk [R, R]; the steps since it began, until it ends.
+
+    What is above the diagonal is not meant.
+    """
+    since = gate
+    until = tl.zeros_like(gate)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        factor = tl.exp2(tl.where(is_second(rows, level), since, until))
+        low_k = (k * factor).to(LOW)
+        is_pair = joins(rows, level)
+        pair = tl.dot((q * factor).to(LOW), tl.trans(low_k), input_precision=PRECISION)
+        aqk += tl.where(is_pair, pair, 0.0)
+        pair = tl.dot(low_k, tl.trans(low_k), input_precision=PRECISION)
+        akk += tl.where(is_pair, pair, 0.0)
+        since, until = lifted(since, until, rows, level)
+    return aqk, akk, since, until
+
+
+@triton.jit
+def store_blocks(place, first, far, second):
+    """A lower [C, C] matrix from its blocks [C / 2, C / 2]."""
+    low = place.dtype.element_ty
+    tl.store(place, first.to(low))
+    tl.store(place + HALF, tl.zeros_like(far).to(low))
+    tl.store(place + HALF * CHUNK, far.to(low))
+    tl.store(place + HALF * CHUNK + HALF, second.to(low))
 
 
 @triton.jit
@@ -48,72 +94,109 @@ def prep_kernel(
         return
     start = tl.load(table + m * 3 + 1).to(tl.int64)
     length = tl.load(table + m * 3 + 2)
-    rows = tl.arange(0, CHUNK)
-    cols = tl.arange(0, CHUNK)
+    rows = tl.arange(0, HALF)
     low = kp.dtype.element_ty
     chunk = m.to(tl.int64) * num_heads + h
     head = start * num_heads * K + h * K
-    is_row = rows < length
+    half = HALF * num_heads * K
+    is_lo = rows < length
+    is_hi = rows + HALF < length
 
-    beta_C = tl.load(beta + (start + rows) * num_heads + h, mask=is_row, other=0.0)
-    beta_C = beta_C.to(tl.float32)
-    if FROM_LOGITS:
-        beta_C = tl.sigmoid(beta_C)
-    beta_C = tl.where(is_row, tl.maximum(beta_C, MIN_BETA), 0.0)
-    tl.store(chunk_beta + chunk * CHUNK + rows, beta_C)
-    q_norm = tl.full([CHUNK], 1.0, tl.float32)
-    k_norm = q_norm
+    place = beta + start * num_heads + h
+    beta_lo = load_beta(place, chunk_beta + chunk * CHUNK, rows, is_lo, num_heads, FROM_LOGITS)
+    place += HALF * num_heads
+    out = chunk_beta + chunk * CHUNK + HALF
+    beta_hi = load_beta(place, out, rows, is_hi, num_heads, FROM_LOGITS)
+    q_norm_lo = tl.full([HALF], 1.0, tl.float32)
+    q_norm_hi = q_norm_lo
+    k_norm_lo = q_norm_lo
+    k_norm_hi = q_norm_lo
     if NORMALIZE:
-        q_norm = inverse_norms(q + head, rows, is_row, num_heads, eps, K)
-        k_norm = inverse_norms(k + head, rows, is_row, num_heads, eps, K)
-        tl.store(norms + chunk * 2 * CHUNK + rows, q_norm)
-        tl.store(norms + chunk * 2 * CHUNK + CHUNK + rows, k_norm)
+        q_norm_lo = inverse_norms(q + head, rows, is_lo, num_heads, eps, K)
+        q_norm_hi = inverse_norms(q + head + half, rows, is_hi, num_heads, eps, K)
+        k_norm_lo = inverse_norms(k + head, rows, is_lo, num_heads, eps, K)
+        k_norm_hi = inverse_norms(k + head + half, rows, is_hi, num_heads, eps, K)
+        out = norms + chunk * 2 * CHUNK + rows
+        tl.store(out, q_norm_lo)
+        tl.store(out + HALF, q_norm_hi)
+        tl.store(out + CHUNK, k_norm_lo)
+        tl.store(out + CHUNK + HALF, k_norm_hi)
 
+    q += head
+    k += head
+    g += head
+    kp += chunk * CHUNK * K
+    kc += chunk * CHUNK * K
+    qp += chunk * CHUNK * K
     rate = 1.0
     if FROM_LOGITS:
         rate = tl.exp(tl.load(a_log + h))
-    own_C = tl.zeros([CHUNK], tl.float32)
-    aqk_CC = tl.zeros([CHUNK, CHUNK], tl.float32)
-    akk_CC = tl.zeros([CHUNK, CHUNK], tl.float32)
+    own_lo = tl.zeros([HALF], tl.float32)
+    own_hi = tl.zeros([HALF], tl.float32)
+    aqk_lo = tl.zeros([HALF, HALF], tl.float32)
+    aqk_hi = aqk_lo
+    aqk_far = aqk_lo
+    akk_lo = aqk_lo
+    akk_hi = aqk_lo
+    akk_far = aqk_lo
     for strip in tl.range(0, K // BK, num_stages=1):
         channels = strip * BK + tl.arange(0, BK)
-        offsets = rows[:, None] * (num_heads * K) + channels[None, :]
-        is_valid = is_row[:, None] & (channels >= 0)[None, :]
         bias = 0.0
         if FROM_LOGITS:
             bias = tl.load(dt_bias + h * K + channels)[None, :]
-        gate = load_log2_gate(
-            g + head, offsets, is_valid, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED
+        lo = rows[:, None] * (num_heads * K) + channels[None, :]
+        hi = lo + half
+        in_lo = is_lo[:, None] & (channels >= 0)[None, :]
+        in_hi = is_hi[:, None] & (channels >= 0)[None, :]
+        gate_lo = load_log2_gate(g, lo, in_lo, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED)
+        gate_hi = load_log2_gate(g, hi, in_hi, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED)
+        q_lo = tl.load(q + lo, mask=in_lo, other=0.0).to(tl.float32) * q_norm_lo[:, None]
+        k_lo = tl.load(k + lo, mask=in_lo, other=0.0).to(tl.float32) * k_norm_lo[:, None]
+        q_hi = tl.load(q + hi, mask=in_hi, other=0.0).to(tl.float32) * q_norm_hi[:, None]
+        k_hi = tl.load(k + hi, mask=in_hi, other=0.0).to(tl.float32) * k_norm_hi[:, None]
+        own_lo += tl.sum(q_lo * k_lo, 1)
+        own_hi += tl.sum(q_hi * k_hi, 1)
+        aqk_lo, akk_lo, since_lo, until_lo = half_pairs(
+            q_lo, k_lo, gate_lo, aqk_lo, akk_lo, rows, low, PRECISION
         )
-        q_CK = tl.load(q + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
-        k_CK = tl.load(k + head + offsets, mask=is_valid, other=0.0).to(tl.float32)
-        q_CK *= q_norm[:, None]
-        k_CK *= k_norm[:, None]
-        own_C += tl.sum(q_CK * k_CK, 1)
-        since = gate
-        until = tl.zeros_like(gate)
-        for level in tl.range(0, LEVELS, num_stages=1):
-            factor = tl.exp2(tl.where(is_second(rows, level), since, until))
-            q_low = (q_CK * factor).to(low)
-            k_low = (k_CK * factor).to(low)
-            is_pair = joins(rows, cols, level)
-            pair = tl.dot(q_low, tl.trans(k_low), input_precision=PRECISION)
-            aqk_CC += tl.where(is_pair, pair, 0.0)
-            pair = tl.dot(k_low, tl.trans(k_low), input_precision=PRECISION)
-            akk_CC += tl.where(is_pair, pair, 0.0)
-            since, until = lifted(since, until, rows, level)
-        tile = chunk * CHUNK * K + rows[:, None] * K + channels[None, :]
-        decay = tl.exp2(since)
-        tl.store(qp + tile, (q_CK * decay * scale).to(low))
-        tl.store(kp + tile, (k_CK * decay).to(low))
-        tl.store(kc + tile, (k_CK * tl.exp2(until)).to(low))
-        tl.store(gamma + chunk * K + channels, tl.exp2(tl.sum(gate, 0)))
+        aqk_hi, akk_hi, since_hi, until_hi = half_pairs(
+            q_hi, k_hi, gate_hi, aqk_hi, akk_hi, rows, low, PRECISION
+        )
 
-    below = rows[:, None] > cols[None, :]
-    aqk_CC = tl.where(below, aqk_CC, 0.0)
-    akk_CC = tl.where(below, akk_CC, 0.0)
-    aqk_CC = tl.where(rows[:, None] == cols[None, :], own_C[:, None], aqk_CC) * scale
-    square = chunk * CHUNK * CHUNK + rows[:, None] * CHUNK + cols[None, :]
-    tl.store(aqk + square, aqk_CC.to(low))
-    below_CC = inverse_below_diagonal(beta_C[:, None] * akk_CC, rows, cols, PRECISION)
-    tl.store(ainv + square, below_CC.to(low))
+        # the halves meet: rows of the second, columns of the first
+        until_lo = tl.exp2(until_lo)
+        since_hi = tl.exp2(since_hi)
+        kc_lo = k_lo * until_lo
+        qp_hi = q_hi * since_hi
+        kp_hi = k_hi * since_hi
+        columns = tl.trans(kc_lo.to(low))
+        aqk_far = tl.dot(qp_hi.to(low), columns, aqk_far, input_precision=PRECISION)
+        akk_far = tl.dot(kp_hi.to(low), columns, akk_far, input_precision=PRECISION)
+
+        end_lo = tl.sum(gate_lo, 0)
+        end_hi = tl.sum(gate_hi, 0)
+        tl.store(gamma + chunk * K + channels, tl.exp2(end_lo + end_hi))
+        through_lo = tl.exp2(end_lo)[None, :]
+        through_hi = tl.exp2(end_hi)[None, :]
+        since_lo = tl.exp2(since_lo)
+        tile = rows[:, None] * K + channels[None, :]
+        tl.store(qp + tile, (q_lo * since_lo * scale).to(low))
+        tl.store(kp + tile, (k_lo * since_lo).to(low))
+        tl.store(kc + tile, (kc_lo * through_hi).to(low))
+        tile += HALF * K
+        tl.store(qp + tile, (qp_hi * through_lo * scale).to(low))
+        tl.store(kp + tile, (kp_hi * through_lo).to(low))
+        tl.store(kc + tile, (k_hi * tl.exp2(until_hi)).to(low))
+
+    below = rows[:, None] > rows[None, :]
+    is_own = rows[:, None] == rows[None, :]
+    aqk_lo = tl.where(is_own, own_lo[:, None], tl.where(below, aqk_lo, 0.0))
+    aqk_hi = tl.where(is_own, own_hi[:, None], tl.where(below, aqk_hi, 0.0))
+    square = chunk * CHUNK * CHUNK + rows[:, None] * CHUNK + rows[None, :]
+    store_blocks(aqk + square, aqk_lo * scale, aqk_far * scale, aqk_hi * scale)
+    akk_lo = tl.where(below, beta_lo[:, None] * akk_lo, 0.0)
+    akk_hi = tl.where(below, beta_hi[:, None] * akk_hi, 0.0)
+    first = inverse_below_diagonal(akk_lo, rows, PRECISION)
+    second = inverse_below_diagonal(akk_hi, rows, PRECISION)
+    far = joined_inverse(beta_hi[:, None] * akk_far, first, second, PRECISION)
+    store_blocks(ainv + square, first, far, second)

@@ -9,6 +9,9 @@ until r). So B = 1, 2, 4 .. 32 meets every pair once, both factors are at most 1
 a bound too, and where one becomes 0 the weight itself is below 2^-126. No anchor lies in a token's
 future. Exponents are sums of the steps themselves, never a difference of longer sums: a step of
 -200 takes no digit from a step of -1e-6 beside it. Their gradients are sums likewise.
+
+A chunk is two halves of 32 rows, which join last. Their tiles are smaller than what a warpgroup
+multiplies: of the many operands of these kernels the ptxas of CUDA 12.8 would lose the addresses.
 """
 
 import triton
@@ -16,7 +19,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 CHUNK = tl.constexpr(64)
-LEVELS = tl.constexpr(6)
+HALF = tl.constexpr(32)
+LEVELS = tl.constexpr(5)  # inside a half
 # A step that decays to 0 in fp32 whatever it meets; longer ones would only lengthen sums.
 MIN_STEP = tl.constexpr(-256.0)
 # beta = 0 would lose the gradient <Y, e> = <dv, v_new> / beta^2; 2^-40 writes nothing visible.
@@ -83,7 +87,7 @@ def load_log2_gate(
 
 @triton.jit
 def sum_where(is_term, x, PARTS: tl.constexpr):
-    """Sums over t of x[t] where is_term[r, t]: [C, BK] of x [C, BK], cut into bf16 parts.
+    """Sums over t of x[t] where is_term[r, t]: [R, BK] of x [R, BK], cut into bf16 parts.
 
     Three parts hold all of fp32, two 16 bits.
     """
@@ -97,22 +101,22 @@ def sum_where(is_term, x, PARTS: tl.constexpr):
 
 
 @triton.jit
-def joins(rows, cols, level):
-    """Pairs [C, C], in either order, of rows in the two neighbouring blocks of 2^level rows."""
-    return ((rows >> level)[:, None] ^ (cols >> level)[None, :]) == 1
+def joins(rows, level):
+    """Pairs [R, R], in either order, of rows in two neighbouring blocks of 2^level rows."""
+    return ((rows >> level)[:, None] ^ (rows >> level)[None, :]) == 1
 
 
 @triton.jit
 def is_second(rows, level):
-    """Rows [C, 1] in the second of two neighbouring blocks of 2^level rows."""
+    """Rows [R, 1] in the second of two neighbouring blocks of 2^level rows."""
     return ((rows >> level) % 2 == 1)[:, None]
 
 
 @triton.jit
 def lifted(since, until, rows, level):
-    """From blocks of 2^level rows to twice as many: the steps since a block began, and until it ends.
+    """Sums of steps since a row's block began and until it ends, [R, BK], of blocks twice as long.
 
-    Both [C, BK]; `since` has a row's own step, `until` has not.
+    Given those of blocks of 2^level rows; `since` has a row's own step, `until` has not.
     """
     last = (((rows >> level) ^ 1) << level) + (1 << level) - 1  # of the other block
     other = tl.gather(since, tl.broadcast_to(last[:, None], since.shape), 0)
@@ -121,11 +125,11 @@ def lifted(since, until, rows, level):
 
 
 @triton.jit
-def level_steps(flow, rows, cols, level, PARTS: tl.constexpr):
-    """Gradient of the steps [C, BK] from that of a level's exponents.
+def level_steps(flow, rows, level, PARTS: tl.constexpr):
+    """Gradient of the steps [R, BK] from that of a level's exponents.
 
     A second block's are sums since it began, a first block's sums until it ends.
     """
-    is_block = (rows >> level)[:, None] == (cols >> level)[None, :]
-    is_from = cols[None, :] >= rows[:, None]
+    is_block = (rows >> level)[:, None] == (rows >> level)[None, :]
+    is_from = rows[None, :] >= rows[:, None]
     return sum_where(is_block & (is_from == is_second(rows, level)), flow, PARTS)
