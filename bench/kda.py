@@ -26,13 +26,11 @@ import torch
 import torch.nn.functional as F
 from fla_tuning import TABLE, Tuning
 from provenance import commit_of
-from timing import Rates, both_ms, ceilings, eager_ms, graph_ms, peak_gib
+from timing import Rates, both_ms, peak_gib
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from triton.errors import TritonError
 
 from baltoro.ops.kda.fused import chunk_kda_fused
-
-__all__ = ["ceilings", "eager_ms", "graph_ms"]  # which other benches take from here
 
 MIXED = [1300, 547, 2048, 963, 271, 3063]
 QUICK = ((96, [8192]), (16, [4096]), (96, MIXED))
