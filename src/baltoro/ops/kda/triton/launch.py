@@ -5,23 +5,28 @@ captured in a CUDA graph and replayed for any packing of the same T and N. Two s
 the same calls: for bf16 on Hopper, and portable ones, exact in fp32 and for a gate without a bound.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
-import triton
 
+from ...triton import cdiv, enqueue, padded_width
 from .gradients import gradients_kernel, row_gradients_kernel
 from .gradients_sm90 import gradients_sm90_kernel
 from .prep import prep_kernel
 from .prep_sm90 import prep_sm90_kernel
 from .scan import forward_scan_kernel, reverse_scan_kernel
 from .scan_sm90 import forward_scan_sm90_kernel, reverse_scan_sm90_kernel
+from .segments import SEQUENCES, fold_kernel, segment_ends_kernel
+from .segments_sm90 import segment_ends_sm90_kernel
 from .tiles import CHUNK, table_kernel
 
 C = CHUNK.value
 SM90_DIMS = (64, 128)
 SM90_COLUMNS = 64  # value columns of a Hopper scan, key channels of a Hopper gradient strip
 PORTABLE_COLUMNS = 16
+MULTIPROCESSORS = 132  # of an H200
+PREP_REGISTERS = 168  # a thread: three programs fit a multiprocessor
 
 
 class Gate(NamedTuple):
@@ -49,6 +54,7 @@ class Saved(NamedTuple):
     offsets: torch.Tensor  # [N + 1] int32
     v_new: torch.Tensor  # [M, H, C, V]; empty if nothing is kept
     states: torch.Tensor  # [M, H, K * V], entering each chunk; the Hopper kernels hold [V, K]
+    transitions: torch.Tensor  # [slots, H, K, K] fp32, transposed; no slots if nothing is cut
 
 
 class InputGradients(NamedTuple):
@@ -75,6 +81,26 @@ def serves_sm90(q: torch.Tensor, v: torch.Tensor) -> bool:
     return q.dtype == torch.bfloat16 and all(dim in SM90_DIMS for dim in dims)
 
 
+def segment_length(num_tokens: int, num_sequences: int, num_heads: int, value_dim: int) -> int:
+    """Chunks in a segment of a scan; 0 if sequences are not cut.
+
+    They are cut where whole ones would leave two thirds of the multiprocessors idle, so that the
+    second pass fills them about once: it takes three segments to win back the first pass. A segment
+    is not so short that the fold, a step for each, would take longer than it.
+    """
+    chunks = num_chunks(num_tokens, num_sequences)
+    abreast = MULTIPROCESSORS // max(1, num_heads * value_dim // SM90_COLUMNS)
+    is_short = num_sequences > SEQUENCES.value or chunks < 32 * num_sequences
+    if is_short or abreast < 3 * num_sequences:
+        return 0
+    return max(8, cdiv(chunks, abreast), math.isqrt(chunks))
+
+
+def segment_slots(num_tokens: int, num_sequences: int, length: int) -> int:
+    """Most segments that packed sequences can have; no cut leaves one for each."""
+    return num_chunks(num_tokens, num_sequences) // length + num_sequences if length else 0
+
+
 def outputs(
     q: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, normalize: bool, is_kept: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
@@ -84,6 +110,7 @@ def outputs(
     N = cu_seqlens.shape[0] - 1
     M = num_chunks(T, N)
     kept = M if is_kept else 0
+    slots = segment_slots(T, N, segment_length(T, N, H, V))
     saved = Saved(
         kp=q.new_empty(M, H, C, K),
         kc=q.new_empty(M, H, C, K),
@@ -97,6 +124,7 @@ def outputs(
         offsets=cu_seqlens.new_empty(N + 1),
         v_new=q.new_empty(kept, H, C, V),
         states=q.new_empty(kept, H, K * V),
+        transitions=q.new_empty(slots, H, K, K, dtype=torch.float32),
     )
     return torch.empty_like(v), v.new_empty(N, H, K, V, dtype=torch.float32), saved
 
@@ -137,13 +165,13 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
     """Table, first and second kernel: o, the final state and what the backward pass needs."""
     _, H, K = q.shape
-    V = v.shape[-1]
     N = cu_seqlens.shape[0] - 1
     o, final_state, saved = outputs(q, v, cu_seqlens, gate.normalize, is_kept)
     M = saved.table.shape[0]
-    table_kernel[(max(M, 1),)](
-        cu_seqlens, saved.table, saved.offsets, N, M, PADDED=triton.next_power_of_2(N), num_warps=1
-    )
+    enqueue(
+        table_kernel, (max(M, 1),), cu_seqlens, saved.table, saved.offsets, N, M,
+        PADDED=padded_width(N), num_warps=1,
+    )  # fmt: skip
     is_sm90 = serves_sm90(q, v)
     scale = K**-0.5 if gate.normalize else 1.0
     prep_arguments = (
@@ -152,31 +180,104 @@ def run_forward(
     )  # fmt: skip
     from_logits = gate.a_log is not None
     if M > 0 and is_sm90 and gate.lower_bound is not None:
-        prep_sm90_kernel[(H, M)](
-            *prep_arguments, K=K, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4
-        )
+        enqueue(
+            prep_sm90_kernel, (H, M), *prep_arguments,
+            K=K, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4,
+            maxnreg=PREP_REGISTERS,
+        )  # fmt: skip
     elif M > 0:
         prep_kernel[(H, M)](
             *prep_arguments, K=K, BK=min(K, PORTABLE_COLUMNS), FROM_LOGITS=from_logits,
             IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
             PRECISION="tf32x3", num_warps=2, num_stages=1,
         )  # fmt: skip
-    scan_arguments = (
-        *saved[:7], v, initial_state, saved.offsets, cu_seqlens, o, saved.v_new, saved.states,
-        final_state, H,
-    )  # fmt: skip
-    has_initial = initial_state is not None
-    if is_sm90:
-        forward_scan_sm90_kernel[(H * V // SM90_COLUMNS, N)](
-            *scan_arguments, K=K, V=V, HAS_INITIAL=has_initial, IS_KEPT=is_kept, num_warps=4
-        )
-    else:
-        columns = min(V, PORTABLE_COLUMNS)
-        forward_scan_kernel[(H * V // columns, N)](
-            *scan_arguments, K=K, V=V, BV=columns, HAS_INITIAL=has_initial, IS_KEPT=is_kept,
-            PRECISION="tf32x3", num_warps=4,
-        )  # fmt: skip
+    scan_forward(v, cu_seqlens, initial_state, o, final_state, saved, is_sm90, is_kept)
     return o, final_state, saved
+
+
+def scan_shape(K: int, V: int, is_sm90: bool) -> tuple[int, dict[str, object]]:
+    """Columns that a program of a scan has, and what its kernel is compiled with."""
+    if is_sm90:
+        return SM90_COLUMNS, {"K": K, "V": V, "num_warps": 4}
+    columns = min(V, PORTABLE_COLUMNS)
+    return columns, {"K": K, "V": V, "BV": columns, "PRECISION": "tf32x3", "num_warps": 4}
+
+
+def scan_forward(
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    o: torch.Tensor,
+    final_state: torch.Tensor,
+    saved: Saved,
+    is_sm90: bool,
+    is_kept: bool,
+) -> None:
+    """Second kernel: fills `o`, `final_state` and what of `saved` the first one did not."""
+    T, H, V = v.shape
+    K = saved.gamma.shape[-1]
+    N = cu_seqlens.shape[0] - 1
+    length = segment_length(T, N, H, V)
+    slots = saved.transitions.shape[0]
+    ends = saved.gamma.new_empty(slots, H, V, K)
+    columns, constants = scan_shape(K, V, is_sm90)
+    constants["HAS_INITIAL"] = initial_state is not None
+    if length:
+        enqueue(
+            segment_ends_sm90_kernel if is_sm90 else segment_ends_kernel,
+            (H * (V + K) // columns, slots),
+            saved.kp, saved.kc, saved.ainv, saved.gamma, saved.beta, v, initial_state,
+            saved.offsets, cu_seqlens, ends, saved.transitions, H, N, length,
+            **constants,
+        )  # fmt: skip
+        fold(ends, saved, length, is_reverse=False)
+    enqueue(
+        forward_scan_sm90_kernel if is_sm90 else forward_scan_kernel,
+        (H * V // columns, slots or N),
+        *saved[:7], v, initial_state, saved.offsets, cu_seqlens, o, saved.v_new, saved.states,
+        final_state, ends, H, N, length,
+        IS_KEPT=is_kept, IS_CUT=length > 0, **constants,
+    )  # fmt: skip
+
+
+def scan_reverse(
+    do: torch.Tensor,
+    d_final_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    saved: Saved,
+    grads: InputGradients,
+    d_states: torch.Tensor,
+    is_sm90: bool,
+) -> None:
+    """Third kernel: fills dv, `d_initial_state` and `d_states`."""
+    T, H, V = do.shape
+    K = saved.gamma.shape[-1]
+    N = cu_seqlens.shape[0] - 1
+    length = segment_length(T, N, H, V)
+    slots = saved.transitions.shape[0]
+    ends = saved.gamma.new_empty(slots, H, V, K)
+    columns, constants = scan_shape(K, V, is_sm90)
+    for i in (1, 2) if length else (0,):
+        enqueue(
+            reverse_scan_sm90_kernel if is_sm90 else reverse_scan_kernel,
+            (H * V // columns, slots or N),
+            *saved[:7], do, d_final_state, saved.offsets, cu_seqlens, grads.dv, d_states,
+            grads.d_initial_state, ends, H, N, length,
+            HAS_FINAL=d_final_state is not None, PASS=i, **constants,
+        )  # fmt: skip
+        if i == 1:
+            fold(ends, saved, length, is_reverse=True)
+
+
+def fold(ends: torch.Tensor, saved: Saved, length: int, is_reverse: bool) -> None:
+    """Let every end of `ends` `[slots, H, V, K]` include what came from the segments before."""
+    _, H, V, K = ends.shape
+    N = saved.offsets.shape[0] - 1
+    columns = min(V, PORTABLE_COLUMNS)
+    enqueue(
+        fold_kernel, (H * V // columns, N), ends, saved.transitions, saved.offsets, H, length,
+        K=K, V=V, BV=columns, IS_REVERSE=is_reverse, PRECISION="tf32x3", num_warps=8, num_stages=2,
+    )  # fmt: skip
 
 
 def run_backward(
@@ -201,21 +302,7 @@ def run_backward(
     from_logits = gate.a_log is not None
     grads = input_gradients(q, k, v, g, beta, N, from_logits)
     d_states = torch.empty_like(saved.states)
-    scan_arguments = (
-        *saved[:7], do, d_final_state, saved.offsets, cu_seqlens, grads.dv, d_states,
-        grads.d_initial_state, H,
-    )  # fmt: skip
-    has_final = d_final_state is not None
-    if is_sm90:
-        reverse_scan_sm90_kernel[(H * V // SM90_COLUMNS, N)](
-            *scan_arguments, K=K, V=V, HAS_FINAL=has_final, num_warps=4
-        )
-    else:
-        columns = min(V, PORTABLE_COLUMNS)
-        reverse_scan_kernel[(H * V // columns, N)](
-            *scan_arguments, K=K, V=V, BV=columns, HAS_FINAL=has_final,
-            PRECISION="tf32x3", num_warps=4,
-        )  # fmt: skip
+    scan_reverse(do, d_final_state, cu_seqlens, saved, grads, d_states, is_sm90)
     parts = q.new_empty(2, M if from_logits else 0, H, K, dtype=torch.float32)
     arguments = (
         q, k, g, v, o, do, grads.dv, saved.v_new, saved.states, d_states, saved.gamma, saved.beta,
@@ -224,9 +311,10 @@ def run_backward(
         K**-0.5 if gate.normalize else 1.0, gate.lower_bound, H,
     )  # fmt: skip
     if M > 0 and is_sm90 and gate.lower_bound is not None:
-        gradients_sm90_kernel[(H * K // SM90_COLUMNS, M)](
-            *arguments, K=K, V=V, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4
-        )
+        enqueue(
+            gradients_sm90_kernel, (H * K // SM90_COLUMNS, M), *arguments,
+            K=K, V=V, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4,
+        )  # fmt: skip
     elif M > 0:
         portable_gradients(q, k, v, g, o, saved, do, d_states, grads, parts, gate)
     if from_logits:
