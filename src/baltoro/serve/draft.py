@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from baltoro.model.model import Model
-from baltoro.serve.pool import PagedCache, PagePool, Span, VerifyCache
+from baltoro.serve.pack import Span
+from baltoro.serve.pool import PagedCache, PagePool, VerifyCache
 from baltoro.serve.request import Sequence
 from baltoro.serve.sampler import row_of, sample_rows
 

@@ -7,11 +7,9 @@ from the inputs that each layer recorded. A is the tokens that stay.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,7 +19,8 @@ from baltoro.ops.kda.decode import DecodeInputs, StatePool
 from baltoro.ops.mla.rows import append_rows
 from baltoro.serve.cold import ColdStates
 from baltoro.serve.layout import PoolLayout
-from baltoro.serve.pages import PageOps, StateMove, Table
+from baltoro.serve.pack import Part, Span, bounds_of, packed, pages_of, sent
+from baltoro.serve.pages import PageOps, StateMove
 
 
 class PagePool:
@@ -135,108 +134,8 @@ def _copy_pages(pages: Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         torch._foreach_copy_([pages[i] for i in targets], [pages[i] for i in sources])
 
 
-Ints = npt.NDArray[np.int64]
-
-
-class Span(NamedTuple):
-    """Tokens of one sequence in one model call."""
-
-    table: Table
-    start: int
-    stop: int
-
-    @property
-    def cut(self) -> tuple[int, tuple[int, ...]] | None:
-        """A position inside whose state is kept, and its pages."""
-        captures = self.table.captures
-        return next((kept for kept in captures if self.start < kept[0] < self.stop), None)
-
-
-class Piece(NamedTuple):
-    """Tokens of one sequence that a recurrence takes in at once."""
-
-    number: int  # of the sequence
-    start: int
-    stop: int
-    row: int  # of the first in the pack
-    source: tuple[int, ...]  # pages of the state before them
-    target: tuple[int, ...]  # and of the state behind them
-
-
-class Pack(NamedTuple):
-    """Where the new tokens of some sequences stand, on the host; T counts them piece by piece."""
-
-    pieces: list[list[Piece]]  # those of a list stand one behind the other
-    owner_T: Ints  # their sequence
-    row_T: Ints  # of the pack
-    page_T: Ints  # where their latents go
-    place_T: Ints  # in that page
-
-    @property
-    def order_T(self) -> Ints:
-        """Rows of the pack in the order of the sequences and their tokens."""
-        return self.row_T[np.argsort(self.owner_T, kind="stable")]
-
-
-class Part(NamedTuple):
-    """Pieces of different sequences, one behind the other in the pack."""
-
-    tokens: slice  # of the pack
-    cu_seqlens: Tensor  # int32 [n + 1], from its first token
-    sources_GN: Tensor
-    targets_GN: Tensor
-
-
-def pieces_of(spans: Sequence[Span], tail_row: int | None = None) -> list[list[Piece]]:
-    """The sequences' tokens up to their cuts; and those behind, from row `tail_row` of the pack.
-
-    Without a `tail_row` they follow right behind the former.
-    """
-    heads, tails, row = list[Piece](), list[Piece](), 0
-    for n, (table, start, stop) in enumerate(spans):
-        cut, pages = spans[n].cut or (stop, table.state_pages)
-        heads.append(Piece(n, start, cut, row, table.state_pages, pages))
-        row += cut - start
-    row = row if tail_row is None else tail_row
-    for n, pages in ((piece.number, piece.target) for piece in heads):
-        table, _, stop = spans[n]
-        if pages is not table.state_pages:
-            tails.append(Piece(n, heads[n].stop, stop, row, pages, table.state_pages))
-            row += stop - heads[n].stop
-    return [heads, tails] if tails else [heads]
-
-
-def packed(spans: Sequence[Span], page_size: int, tail_row: int | None = None) -> Pack:
-    """The new tokens of sequences, those behind cuts after all others (`pieces_of`)."""
-    pieces = pieces_of(spans, tail_row)
-    in_order = [piece for part in pieces for piece in part]
-    counts = np.array([piece.stop - piece.start for piece in in_order])
-    tables = [span.table.kv_pages for span in spans]
-    bounds = list(accumulate((len(pages) for pages in tables), initial=0))
-    firsts = [[p.number, p.row, p.start, bounds[p.number]] for p in in_order]
-    owner_T, row_T, position_T, table_T = np.repeat(np.array(firsts).T, counts, axis=1)
-    within_T = np.arange(len(owner_T)) - np.repeat(counts.cumsum() - counts, counts)
-    position_T = position_T + within_T
-    pages = np.array([page for pages in tables for page in pages])
-    page_T = pages[table_T + position_T // page_size]
-    return Pack(pieces, owner_T, row_T + within_T, page_T, position_T % page_size)
-
-
-def sent(arrays: Sequence[npt.NDArray[np.integer]], device: torch.device) -> list[Tensor]:
-    """Copies of arrays of one dtype on a device, in one transfer that waits for nothing."""
-    x = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-    if device.type == "cuda":
-        x = x.pin_memory().to(device, non_blocking=True)
-    parts = x.split([array.size for array in arrays])
-    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-
-
 class PagedCache:
-    """A `baltoro.model.cache.Cache` over the pages of some sequences.
-
-    Where a sequence is cut, the pack has its tokens before the cut among those of the others, and
-    those behind it after all of them.
-    """
+    """A `baltoro.model.cache.Cache` over the pages of some sequences, their tokens in a `pack`."""
 
     def __init__(
         self, pool: PagePool, form: Literal["prefill", "decode"], spans: Sequence[Span]
@@ -255,7 +154,7 @@ class PagedCache:
         ]
         self._counts = counts
         self._pages_NP, self._lengths_N, *bounds = sent(
-            [np.array(x, np.int32) for x in (padded, self._stops, *map(_bounds, pack.pieces))],
+            [np.array(x, np.int32) for x in (padded, self._stops, *map(bounds_of, pack.pieces))],
             device,
         )
         self._state_pages_GN, new_2T, order_T, *pages = sent(
@@ -263,7 +162,7 @@ class PagedCache:
                 np.array([span.table.state_pages for span in spans]).T,
                 np.stack([pack.page_T, pack.place_T]),
                 pack.order_T,
-                *map(_pages, pack.pieces),
+                *map(pages_of, pack.pieces),
             ],
             device,
         )
@@ -336,17 +235,6 @@ class PagedCache:
 
     def is_empty(self, layer_idx: int) -> Tensor:
         return torch.tensor([start == 0 for start in self._starts])
-
-
-def _bounds(pieces: Sequence[Piece]) -> list[int]:
-    """Where the pieces of a part begin, from its first token, and where the last one ends."""
-    return list(accumulate((piece.stop - piece.start for piece in pieces), initial=0))
-
-
-def _pages(pieces: Sequence[Piece]) -> Ints:
-    """Pages of the states before and behind the pieces, `[2, G, n]`."""
-    pages = [[piece.source for piece in pieces], [piece.target for piece in pieces]]
-    return np.array(pages).transpose(0, 2, 1)
 
 
 class VerifyCache(PagedCache):

@@ -2,7 +2,7 @@
 
 A prompt's kernels are short and hundreds, so that a host which launches them one by one takes
 longer than the device. Here the new tokens of a few sequences lie in a pack of a fixed number of
-rows: `size` rows for those before cuts, and some for those behind them (`pool.packed`). Rows that
+rows: `size` rows for those before cuts, and some for those behind them (`pack`). Rows that
 nobody uses belong to one more sequence, in page 0, which is nobody's. All between two attentions
 is one graph; attention itself, whose keys are as many as the sequences are long, is launched by
 the host in between. On a CPU the same rows go through the same call, without graphs.
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from baltoro.model.cache import Attend
 from baltoro.model.model import Model
+from baltoro.serve.pack import Part, Piece, Span, packed, sent
 from baltoro.serve.pages import Table
-from baltoro.serve.pool import PagedCache, PagePool, Part, Piece, Span, packed, sent
+from baltoro.serve.pool import PagedCache, PagePool
 from baltoro.serve.resident import forked, waiting_operators
 
 logger = logging.getLogger(__name__)

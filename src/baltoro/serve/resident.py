@@ -22,8 +22,9 @@ from baltoro.model.config import ModelConfig
 from baltoro.model.model import Model
 from baltoro.model.moe import Moe
 from baltoro.ops.mla.rows import next_rows
+from baltoro.serve.pack import sent
 from baltoro.serve.pages import Table
-from baltoro.serve.pool import PagedCache, PagePool, sent
+from baltoro.serve.pool import PagedCache, PagePool
 
 T = TypeVar("T")
 FED = -1  # in the place of a token: the one that was fed from the device

@@ -11,7 +11,6 @@ drawn, the next step's are computed from where they lie on the device, and only 
 read the former. What was computed ahead for a sequence that ended or lost its pages is dropped.
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Series
 from itertools import accumulate
 from typing import NamedTuple
@@ -21,13 +20,14 @@ import torch
 from torch import Tensor
 
 from baltoro.model.model import Model
-from baltoro.ops.draw import Drawn, as_numbers, draw_tokens
+from baltoro.serve.drawn import DrawnTokens, draw_rows, latest_ids
+from baltoro.serve.pack import Piece, Span, sent
 from baltoro.serve.pages import Table
-from baltoro.serve.pool import PagedCache, PagePool, Piece, Span, VerifyCache, sent
+from baltoro.serve.pool import PagedCache, PagePool, VerifyCache
 from baltoro.serve.prefill import PrefillBatch
 from baltoro.serve.request import Constraint, NewToken, Sequence
 from baltoro.serve.resident import FED, Place, ResidentBatch
-from baltoro.serve.sampler import Drawing, Row, draw, drawing_of, row_of
+from baltoro.serve.sampler import Drawing, Row, drawing_of, row_of
 from baltoro.serve.scheduler import StepPlan, Work
 
 
@@ -40,38 +40,6 @@ class StepOutput(NamedTuple):
     drawn: list[list[NewToken | None]]
     mixture: Tensor | None  # [T, D] of all new tokens, for the draft; None from a resident batch
     verify: VerifyCache | None  # of the decodes, if there are drafts
-
-
-class _Drawn(NamedTuple):
-    """Tokens that were drawn together, on their way to the host."""
-
-    sequences: list[Sequence]  # of each row
-    tables: dict[Sequence, Table | None]  # that they were computed with
-    is_allowed: list[bool]  # by the grammars
-    version: str  # of the weights
-    ids: Tensor  # [N] int64, on the device
-    numbers: Tensor  # [3, N] fp64: id, log-probability, whether logits were finite
-    top: Tensor | None  # [2, N, k] fp64: likeliest ids and their log-probabilities
-    arrival: torch.cuda.Event | None  # None on a CPU
-
-    def read(self) -> list[NewToken | None]:
-        """Wait for them."""
-        if self.arrival is not None:
-            self.arrival.synchronize()
-        columns = zip(*self.numbers.tolist(), self.is_allowed, strict=True)
-        return [
-            NewToken(int(token_id), logprob, self.version, self._top(n))
-            if is_sound and is_allowed
-            else None
-            for n, (token_id, logprob, is_sound, is_allowed) in enumerate(columns)
-        ]
-
-    def _top(self, n: int) -> tuple[tuple[int, float], ...]:
-        count = self.sequences[n].request.num_logprobs
-        if self.top is None or not count:
-            return ()
-        pairs = self.top[:, n, :count].T.tolist()
-        return tuple((int(i), value) for i, value in pairs if value > float("-inf"))
 
 
 class Runner:
@@ -95,7 +63,7 @@ class Runner:
         # a model whose decode is kernels has its tokens drawn by one
         is_kernel = model.config.impl.attention_decode == "triton"
         self._draw_impl = "triton" if is_kernel else "torch"
-        self._ahead: _Drawn | None = None
+        self._ahead: DrawnTokens | None = None
         self._placed: list[tuple[Sequence, Table | None]] = []  # rows of the batch
         self._num_pages: list[int] = []  # of each
         self._drawing: Drawing | None = None  # of these rows, by which they were drawn last
@@ -128,7 +96,7 @@ class Runner:
         Their `weights_version` is that of the weights that they were computed with.
         """
         self.pool.prepare(plan.ops)
-        parts: list[_Drawn] = []
+        parts: list[DrawnTokens] = []
         decodes: Series[Work] = plan.decodes
         usual = [w for w in decodes if not _is_picture(w)] if self.batch is not None else []
         if usual:
@@ -180,7 +148,7 @@ class Runner:
         self.pool.capture(plan.ops)
         output.verify.replay(captured, counts)
 
-    def _covered(self, decodes: Series[Work]) -> _Drawn | None:
+    def _covered(self, decodes: Series[Work]) -> DrawnTokens | None:
         """What was computed ahead, as far as it is these works; None if it is none of them."""
         if self._ahead is None:
             return None
@@ -192,7 +160,7 @@ class Runner:
         }
         return self._ahead._replace(tables=covered) if covered else None
 
-    def _launch(self, works: Series[Work], version: str) -> _Drawn:
+    def _launch(self, works: Series[Work], version: str) -> DrawnTokens:
         """The works as rows of the batch, from the host's tokens."""
         assert self.batch is not None and not any(work.draft for work in works)
         sequences = [work.sequence for work in works]
@@ -202,7 +170,9 @@ class Runner:
         self.batch.feed(drawn.ids)
         return drawn
 
-    def _go_ahead(self, plan: StepPlan, parts: list[_Drawn], version: str) -> _Drawn | None:
+    def _go_ahead(
+        self, plan: StepPlan, parts: list[DrawnTokens], version: str
+    ) -> DrawnTokens | None:
         """Compute the next token of each sequence that goes on for certain, or of none.
 
         None goes ahead beside one whose next token depends on what the host makes of the last.
@@ -225,7 +195,7 @@ class Runner:
         if not going:
             return None
         if going != self._placed:
-            self.batch.feed(_latest(parts, [sequence for sequence, _ in going]))
+            self.batch.feed(latest_ids(parts, [sequence for sequence, _ in going]))
             self._drawing = None
             self._place([(sequence, FED) for sequence, _ in going])
         else:
@@ -239,7 +209,8 @@ class Runner:
         else:
             self._drawing.advance()
         logits_NW = self.batch.run(len(going))
-        drawn = self._drawn(logits_NW, self._drawing, [s for s, _ in going], version)
+        ahead = [sequence for sequence, _ in going]
+        drawn = draw_rows(logits_NW, self._drawing, ahead, version, {}, impl=self._draw_impl)
         self.batch.feed(drawn.ids)
         return drawn
 
@@ -321,68 +292,13 @@ class Runner:
                 used += 1
         return torch.stack(rows) if rows else None
 
-    def _draw(self, logits_NW: Tensor, works: Series[Work], version: str) -> _Drawn:
+    def _draw(self, logits_NW: Tensor, works: Series[Work], version: str) -> DrawnTokens:
         """What follows each work and each of its drafted tokens."""
         rows = [row_of(w.sequence, w.draft[:j]) for w in works for j in range(len(w.draft) + 1)]
         sequences = [w.sequence for w in works for _ in range(len(w.draft) + 1)]
         drawing = drawing_of(rows, logits_NW.shape[-1], self.device)
         drafts = {work.sequence: work.draft for work in works}
-        return self._drawn(logits_NW, drawing, sequences, version, drafts)
-
-    def _drawn(
-        self,
-        logits_NW: Tensor,
-        drawing: Drawing,
-        sequences: list[Sequence],
-        version: str,
-        drafts: Mapping[Sequence, Series[int]] | None = None,
-    ) -> _Drawn:
-        """Draw, and send the results on their way to the host; nothing waits for them."""
-        is_allowed = [True] * len(sequences)
-        most = max(sequence.request.num_logprobs for sequence in sequences)
-        is_free = all(sequence.constraint is None for sequence in sequences)
-        if drawing.is_whole and is_free and not most:
-            found = draw_tokens(logits_NW, drawing.scale, drawing.noise, impl=self._draw_impl)
-            return self._sent_off(sequences, is_allowed, version, found, None)
-        lowest_N = logits_NW.amin(-1)  # NaN if there is one
-        logits_NW = logits_NW.float()
-        for sequence, draft in (drafts or {}).items():
-            if sequence.constraint is not None:
-                n = sequences.index(sequence)
-                rows = slice(n, n + len(draft) + 1)
-                is_allowed[rows] = _constrain(sequence.constraint, draft, logits_NW[rows])
-        ids_N, logprobs_NW = draw(logits_NW, drawing)
-        logprobs_N = logprobs_NW.gather(-1, ids_N[:, None]).squeeze(-1)
-        found = Drawn(ids_N, as_numbers(ids_N, logprobs_N, lowest_N))
-        top = None
-        if most:
-            best = logprobs_NW.topk(min(most, logprobs_NW.shape[-1]))
-            top = torch.stack([best.indices.double(), best.values.double()])
-        return self._sent_off(sequences, is_allowed, version, found, top)
-
-    def _sent_off(
-        self,
-        sequences: list[Sequence],
-        is_allowed: list[bool],
-        version: str,
-        found: Drawn,
-        top: Tensor | None,
-    ) -> _Drawn:
-        """Results on their way to the host."""
-        numbers = _sent(found.numbers)
-        top = None if top is None else _sent(top)
-        arrival = torch.cuda.Event() if self.device.type == "cuda" else None
-        if arrival is not None:
-            arrival.record()
-        tables = {sequence: sequence.table for sequence in sequences}
-        return _Drawn(sequences, tables, is_allowed, version, found.ids, numbers, top, arrival)
-
-
-def _sent(x: Tensor) -> Tensor:
-    """A copy on the host, which has arrived once the stream is through."""
-    if not x.is_cuda:
-        return x
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        return draw_rows(logits_NW, drawing, sequences, version, drafts, impl=self._draw_impl)
 
 
 def _is_picture(work: Work) -> bool:
@@ -396,30 +312,6 @@ def _needs_host(work: Work) -> bool:
     sequence = work.sequence
     is_free = sequence.constraint is None or sequence.constraint.is_free(2)
     return not (is_free and sequence.request.penalties.are_off)
-
-
-def _latest(parts: Series[_Drawn], sequences: Series[Sequence]) -> Tensor:
-    """The last ids drawn for `sequences`, `[N]` on the device."""
-    rows = [sequence for part in parts for sequence in part.sequences]
-    place = {sequence: n for n, sequence in enumerate(rows)}
-    ids = torch.cat([part.ids for part in parts])
-    chosen = torch.tensor([place[sequence] for sequence in sequences])
-    return ids[chosen.to(ids.device, non_blocking=True)]
-
-
-def _constrain(constraint: Constraint, draft: Series[int], logits_NW: Tensor) -> list[bool]:
-    """Mask the rows behind a sequence and its draft; whether each can be reached and drawn from."""
-    may_follow = []
-    num_accepted = 0
-    for j, logits_W in enumerate(logits_NW):
-        if j and not constraint.accept(draft[j - 1]):
-            break
-        num_accepted = j
-        may_follow.append(constraint.mask(logits_W))
-        if not may_follow[-1]:
-            break
-    constraint.rollback(num_accepted)
-    return may_follow + [False] * (len(logits_NW) - len(may_follow))
 
 
 def _spans(works: Series[Work]) -> list[Span]:
