@@ -9,8 +9,8 @@ rows that are sorted already. The floor is what dense products of as many rows t
 second one is their FLOPs at the rate of a large square product.
 
 `mxfp4` is `moe_experts_mxfp4`, a decode step of some tokens with packed weights; its floor is the
-bytes of the experts that were chosen at the copy rate. `bf16` is `moe_experts` on decoded weights
-in that place. Before any time is taken outputs and gradients are compared with the reference in
+bytes of the experts that were chosen at the copy rate. `bf16` is `moe_experts` on weights of that
+dtype in that place. Before any time is taken outputs and gradients are compared with the reference in
 fp64, and nothing is reported if one is off by over 1 %. What the budget leaves out is named.
 """
 
@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from baltoro.ops.impl import ImplError
 from baltoro.ops.moe import moe_experts, moe_experts_mxfp4
-from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4
+from baltoro.ops.mxfp4 import Mxfp4Tensor
 
 Row = dict[str, object]
 Experts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # x, ids, weights, gate_up, down
@@ -92,7 +92,7 @@ def refuse_wrong_results() -> None:
 
     def gradients(impl: str, leaves: list[Tensor]) -> list[Tensor]:
         out = moe_experts(leaves[0], ids, *leaves[1:], **SITU, impl=impl)
-        return [out, *torch.autograd.grad(out, leaves, d_out.to(out))]
+        return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out))]
 
     exact = gradients("reference", wide)
     for impl in ("triton", "grouped"):
@@ -184,7 +184,7 @@ def time_decoding(rates: Rates, tokens: int, active: int, experts: int) -> Row:
         except (ImplError, RuntimeError) as error:
             row["left_out"] = str(error)[:200]
         if experts <= MOST_IN_BF16:
-            wide = [decode_mxfp4(t, torch.bfloat16) for t in (gate_up, down)]
+            wide = draw(1, active, experts, LATENT, INNER, "random")[3:]
             row["bf16"] = both_ms(
                 lambda: moe_experts(x, ids, weights, *wide, **SITU, impl="triton")
             )
