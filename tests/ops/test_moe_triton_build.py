@@ -34,6 +34,7 @@ for num_tokens in (1, 7, 33):
             check_choice_gradients("cpu", num_tokens, *sizes)
     check_gated_unit("cpu", num_tokens, 3, 48)
 check_sort("cpu", 300, 64, 6)
+check_sort("cpu", 300, 600, 16)
 """
 
 INTERPRETED_FEW = """
