@@ -10,8 +10,8 @@ second one is their FLOPs at the rate of a large square product.
 
 `mxfp4` is `moe_experts_mxfp4`, a decode step of some tokens with packed weights; its floor is the
 bytes of the experts that were chosen at the copy rate. `bf16` is `moe_experts` on weights of that
-dtype in that place. Before any time is taken outputs and gradients are compared with the reference in
-fp64, and nothing is reported if one is off by over 1 %. What the budget leaves out is named.
+dtype in that place. Before any time is taken outputs and gradients are compared with the reference
+in fp64, and nothing is reported if one is off by over 1 %. What the budget leaves out is named.
 """
 
 import argparse
