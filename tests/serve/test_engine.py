@@ -309,3 +309,10 @@ def test_weights_that_came_half_way_are_refused_until_they_are_whole() -> None:
     served.update_weights("1", lambda model: model.lm_head.weight.data.neg_())
     (sequence,) = served.generate([request(ids(4), 2)])
     assert [token.weights_version for token in sequence.new_tokens] == ["1", "1"]
+
+
+@pytest.mark.parametrize("wrong", [-1, 64])
+def test_an_id_outside_the_vocabulary_is_named(wrong: int) -> None:
+    assert TINY.config.vocab_size == 64
+    with pytest.raises(ValueError, match=f"token id {wrong} is outside the vocabulary of 64"):
+        engine().submit(request([3, wrong, 5]))

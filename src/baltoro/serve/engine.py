@@ -49,7 +49,8 @@ class EngineConfig:
     retention_interval: int | None = None  # also keep a state every so many tokens
     num_kept_states: int = 64  # checkpoints that the pool has room for
     speculation: SpeculationConfig | None = None  # None: one token per sequence and step
-    # resident: inputs stay on the device, one CUDA graph a step, computed one step ahead
+    # resident: inputs stay on the device, one CUDA graph a step, computed one step ahead; those of
+    # prompts too, as graphs that pause at attention
     decode: Literal["eager", "resident"] = "eager"
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -339,8 +340,8 @@ class Engine:
         config = self.model.config
         ids = request.prompt_ids
         self.check_length(len(ids), request.max_new_tokens)
-        wrong = next((i for i in ids if not 0 <= i < config.vocab_size), None)
-        if wrong is not None:
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        if not 0 <= wrong < config.vocab_size:
             raise ValueError(
                 f"prompt: token id {wrong} is outside the vocabulary of {config.vocab_size}"
             )
