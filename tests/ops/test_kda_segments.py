@@ -100,6 +100,16 @@ def bf16_inputs(**kwargs) -> Packed:
     )
 
 
+def test_only_few_heads_with_long_sequences_are_cut():
+    assert launch.segment_length(4096, 1, 16, 128) == 16  # four segments of 32 programs
+    assert launch.segment_length(32768, 1, 4, 128) == 32
+    assert launch.segment_length(8192, 1, 96, 128) == 0
+    assert launch.segment_length(8192, 1, 32, 128) == 0  # two segments do not pay
+    assert launch.segment_length(1024, 1, 16, 128) == 0
+    assert launch.segment_length(8192, 16, 4, 128) == 0  # as many programs as 64 heads
+    assert launch.segment_length(2**20, 65, 1, 16) == 0  # more sequences than a segment looks at
+
+
 @pytest.mark.slow
 @needs_interpreter
 def test_portable_segments_are_exact_in_the_interpreter():
