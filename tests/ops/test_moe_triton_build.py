@@ -143,8 +143,8 @@ def test_the_experts_of_few_tokens_compile_without_lost_registers(
         "IS_PLAIN": False,
     }  # fmt: skip
     gate_up = {
-        "x": "*bf16", "beta": "fp32", "linear_beta": "fp32", "A": 6, "IS_SITU": True,
-        "IS_CAPPED": True, "IS_SQUARE": True, "IS_EXACT": False,
+        "x": "*bf16", "x_stride": "i32:16", "beta": "fp32", "linear_beta": "fp32", "A": 6,
+        "IS_SITU": True, "IS_CAPPED": True, "IS_SQUARE": True, "IS_EXACT": False,
     }  # fmt: skip
     sizes = few._sizes(tile)
     num_warps = sizes.pop("num_warps")

@@ -16,7 +16,6 @@ columns alike.
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -172,7 +171,7 @@ def slot_of(ids, pair, slots, N: tl.constexpr, IS_SINGLE: tl.constexpr):
 
 @triton.jit
 def gate_up_kernel(
-    x, weight, scale, ids, pair, slots, act, beta, linear_beta,
+    x, weight, scale, ids, pair, slots, act, x_stride, beta, linear_beta,
     A: tl.constexpr, Z: tl.constexpr, F: tl.constexpr,
     IS_SITU: tl.constexpr, IS_CAPPED: tl.constexpr, IS_SQUARE: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_PACKED: tl.constexpr, IS_SINGLE: tl.constexpr, IS_PLAIN: tl.constexpr,
@@ -184,7 +183,7 @@ def gate_up_kernel(
         H: tl.constexpr = M // 2
         inner = tl.program_id(0) * H + tl.arange(0, M) % H
         rows = expert.to(tl.int64) * (2 * F) + inner + tl.where(tl.arange(0, M) < H, 0, F)
-        tokens = x + pairs // A * Z
+        tokens = x + pairs // A * x_stride
         total = product(
             weight, scale, rows, inner < F, tokens, is_token, Z,
             IS_PACKED, IS_PLAIN, M, N, B, STAGES,
@@ -285,8 +284,9 @@ def moe_experts(
     width = gate_up.shape[1] // 2
     num_pairs, num_active = expert_ids.numel(), expert_ids.shape[1]
     if num_pairs == 0:
-        return torch.empty_like(x)
-    x, ids = x.contiguous(), expert_ids.contiguous()
+        return x.new_empty(x.shape)
+    x = x if x.stride(1) == 1 else x.contiguous()  # rows may lie apart
+    ids = expert_ids.contiguous()
     # then few pairs share an expert
     is_single = x.shape[0] == 1 or num_pairs * 8 <= num_experts
     first, second = shapes or (tile_of(num_pairs, num_experts, is_packed, is_single),) * 2
@@ -299,7 +299,7 @@ def moe_experts(
     form = {"IS_PACKED": is_packed, "IS_SINGLE": is_single, "IS_PLAIN": knobs.runtime.interpret}
     enqueue(
         gate_up_kernel, (cdiv(2 * width, first.rows), num_slots),
-        x, gate_up, gate_up_scale, ids, pair, slots, act, *moe.caps(glu),
+        x, gate_up, gate_up_scale, ids, pair, slots, act, x.stride(0), *moe.caps(glu),
         A=num_active, Z=num_outputs, F=width, **moe.kind(glu, x.dtype), **form, **_sizes(first),
     )  # fmt: skip
     enqueue(
