@@ -232,6 +232,19 @@ def measure(op: Op, case: Case, impl: str) -> dict[str, float]:
     return times
 
 
+def compile_fla(tuning: Tuning, only: str | None) -> None:
+    """Compile fla's kernels for every case side by side."""
+
+    def everything() -> None:
+        for case in cases():
+            if case.fla is not None and only in (None, case.name):
+                leaves = leaves_of(case, case.sizes["tokens"])
+                out = case.fla("fla", *leaves)
+                torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    print(f"bench: fla {tuning.compile_ahead(everything)}", flush=True)
+
+
 def time_case(
     case: Case, ways: list[str], rates: Rates, row: dict[str, object], keep: Callable[[], None]
 ) -> None:
@@ -272,6 +285,8 @@ def main() -> None:
     start = time.monotonic()
     commit = commit_of(arguments.commit)
     tuning = Tuning() if fla_ops.fla is not None and "fla" in arguments.ways else None
+    if tuning is not None:
+        compile_fla(tuning, arguments.only)
     rates = Rates.measured()
     result = {**rates.head(commit), "fla": None, "rows": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
