@@ -49,7 +49,7 @@ def check(
     ids = choice_of(num_tokens, sizes, kind, device)
     # rows lie apart, as those of one of several joined projections
     x = randn(num_tokens, sizes[2] + 64).to(device, dtype)[:, 32:-32]
-    weights = randn(num_tokens, sizes[1], seed=1).to(device).float()
+    weights = randn(sizes[1], num_tokens, seed=1).to(device).float().mT
     decoded = [decode_mxfp4(each, dtype) for each in (gate_up, down)]
     exact = reference.moe_experts(
         x.double(), ids, weights.double(), decoded[0].double(), decoded[1].double(), glu

@@ -131,12 +131,12 @@ def test_experts_in_training_earn_their_tolerance_and_give_the_same_bits_again(n
 
     def op(impl: str, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         return moe_experts(
-            x, ids.to(x.device), weights.to(torch.promote_types(x.dtype, torch.float32)), gate_up,
+            x, ids.to(x.device), weights.mT.to(torch.promote_types(x.dtype, torch.float32)), gate_up,
             down, activation="situ", situ_beta=4.0, situ_linear_beta=25.0, impl=impl,
         )  # fmt: skip
 
     tensors = [
-        randn(num_tokens, 64), randn(num_tokens, 3), randn(8, 96, 64) / 8, randn(8, 64, 48) / 7
+        randn(num_tokens, 64), randn(3, num_tokens), randn(8, 96, 64) / 8, randn(8, 64, 48) / 7
     ]  # fmt: skip
     assert_earned(op, tensors, torch.bfloat16, device="cuda", impl="triton")
     runs = []

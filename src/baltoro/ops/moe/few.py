@@ -307,7 +307,7 @@ def moe_experts(
         act, down, down_scale, ids, pair, slots, y, F=width, Z=num_outputs,
         **form, **_sizes(second),
     )  # fmt: skip
-    return moe.combine(y, None, weights, is_weighted=True)
+    return moe.combine(y, None, weights.contiguous(), is_weighted=True)
 
 
 def _fields(weight: Tensor | Mxfp4Tensor) -> tuple[Tensor, Tensor | None]:

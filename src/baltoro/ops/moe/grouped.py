@@ -157,6 +157,7 @@ class _Experts(torch.autograd.Function):
         glu: Glu,
         pieces: Pieces,
     ) -> Tensor:
+        weights = weights.contiguous()  # kernels find a pair's weight by its place
         plan = pieces.plan(expert_ids, gate_up_proj.shape[0])
         x_sorted, _ = pieces.gather(x, None, plan.token)
         inner = F.grouped_mm(x_sorted, gate_up_proj.mT, offs=plan.stops)
