@@ -130,9 +130,10 @@ def test_experts_in_training_earn_their_tolerance_and_give_the_same_bits_again(n
         ids = ids // 2 * 2 + 1
 
     def op(impl: str, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        wide = weights.mT.to(torch.promote_types(x.dtype, torch.float32))
         return moe_experts(
-            x, ids.to(x.device), weights.mT.to(torch.promote_types(x.dtype, torch.float32)), gate_up,
-            down, activation="situ", situ_beta=4.0, situ_linear_beta=25.0, impl=impl,
+            x, ids.to(x.device), wide, gate_up, down,
+            activation="situ", situ_beta=4.0, situ_linear_beta=25.0, impl=impl,
         )  # fmt: skip
 
     tensors = [
