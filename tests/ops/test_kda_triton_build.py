@@ -70,6 +70,9 @@ def test_a_lost_memory_descriptor_is_seen():
     good = "ULDC.64 UR4, c[0x0][0x208] ;\nLDG.E R0, desc[UR4][R2.64] ;\n"
     assert not lost_memory_descriptors(good)
     overwritten = good + "UMOV UR4, UR9 ;\nLDG.E R0, desc[UR4][R2.64] ;\n"
+    from_registers = good + "HGMMA.64x64x16.F32.BF16 R88, R136, gdesc[UR4], R88 ;\n"
+    assert not lost_memory_descriptors(from_registers)  # the right operand's is in UR6 and UR7
     read_as_address = good + "UIADD3 UR22, UP0, UR4, 0x2, URZ ;\n"
     assert len(lost_memory_descriptors(overwritten)) == 1
     assert len(lost_memory_descriptors(read_as_address)) == 1
+    assert len(lost_memory_descriptors(from_registers.replace("gdesc[UR4]", "gdesc[UR2]"))) == 1
