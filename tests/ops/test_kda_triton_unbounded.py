@@ -57,8 +57,7 @@ def test_other_head_dims_without_a_bound(key_dim, value_dim):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
 def test_steps_that_forget_all_stand_beside_steps_that_forget_nothing(dim, dtype):
     steps = {"rounding_steps": FP32_STEPS} if dtype == torch.float32 else {}
     for batch, form, plain in (
@@ -75,8 +74,7 @@ def test_steps_that_forget_all_stand_beside_steps_that_forget_nothing(dim, dtype
         )
 
 
-@pytest.mark.parametrize("shift", [0.0, -4.0, 6.0])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "shift"), [(64, 0.0), (128, 0.0), (128, -4.0), (128, 6.0)])
 def test_the_fused_softplus_form_is_as_exact_as_its_parts(dim, shift):
     batch = raw_inputs(LENGTHS, torch.bfloat16, shift, dim)
     assert_within_budget(

@@ -186,8 +186,9 @@ def run_forward(
             maxnreg=PREP_REGISTERS,
         )  # fmt: skip
     elif M > 0:
-        prep_kernel[(H, M)](
-            *prep_arguments, K=K, BK=min(K, PORTABLE_COLUMNS), FROM_LOGITS=from_logits,
+        enqueue(
+            prep_kernel, (H, M), *prep_arguments,
+            K=K, BK=min(K, PORTABLE_COLUMNS), FROM_LOGITS=from_logits,
             IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
             PRECISION="tf32x3", num_warps=2, num_stages=1,
         )  # fmt: skip
@@ -345,13 +346,15 @@ def portable_gradients(
     from_logits = gate.a_log is not None
     pairs = saved.aqk.new_empty(M, H, 2, C, C)
     products = saved.beta.new_empty(M, H, 3, C)
-    row_gradients_kernel[(H, M)](
+    enqueue(
+        row_gradients_kernel, (H, M),
         v, o, do, grads.dv, saved.v_new, saved.beta, saved.table, grads.dbeta, pairs, products, H,
         V=V, BV=64 if is_low else 16, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
         PRECISION="tf32x3", num_warps=4 if is_low else 2, num_stages=1,
     )  # fmt: skip
     columns = min(K, PORTABLE_COLUMNS)
-    gradients_kernel[(H * K // columns, M)](
+    enqueue(
+        gradients_kernel, (H * K // columns, M),
         q, k, g, do, grads.dv, saved.v_new, saved.states, d_states, saved.gamma, saved.norms, pairs,
         products, gate.a_log, gate.dt_bias, saved.table, grads.dq, grads.dk, grads.dg, *parts,
         K**-0.5 if gate.normalize else 1.0, gate.lower_bound or 0.0, H,
