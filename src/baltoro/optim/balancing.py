@@ -180,18 +180,19 @@ class QuantileBalancer:
         """
         counts = self.counts
         counts.reduce(self.all_reduce)
-        new, drifts, missing = {}, {}, {}
-        for layer, bias in self.biases.items():
-            histogram = counts.histograms[layer]
-            missing[layer] = (counts.num_tokens[layer] - histogram.sum(1)).sum()
-            new[layer] = histogram_bias(
-                histogram,
-                counts.num_tokens[layer],
-                bias,
-                num_experts_per_token=self.top_k,
-                impl=self.impl,
-            ).lerp(bias, self.ema)
-            drifts[layer] = (new[layer] - bias).abs().max()
+        new: dict[str, Tensor] = {}
+        drifts: dict[str, Tensor] = {}
+        missing: dict[str, Tensor] = {}
+        for layers in _of_one_size(self.biases):
+            biases = torch.stack([self.biases[layer] for layer in layers])
+            histograms = torch.stack([counts.histograms[layer] for layer in layers])
+            tokens = torch.stack([counts.num_tokens[layer] for layer in layers])
+            found = torch.vmap(self._next_bias)(histograms, tokens, biases).lerp(biases, self.ema)
+            changes = (found - biases).abs().amax(1)
+            gaps = (tokens[:, None] - histograms.sum(2)).sum(1)
+            new |= dict(zip(layers, found, strict=True))
+            drifts |= dict(zip(layers, changes, strict=True))
+            missing |= dict(zip(layers, gaps, strict=True))
         try:
             report = counts.report(drifts, missing)
         finally:
@@ -199,6 +200,11 @@ class QuantileBalancer:
         for layer, bias in self.biases.items():
             bias.copy_(new[layer])
         return report
+
+    def _next_bias(self, histogram: Tensor, num_tokens: Tensor, bias: Tensor) -> Tensor:
+        return histogram_bias(
+            histogram, num_tokens, bias, num_experts_per_token=self.top_k, impl=self.impl
+        )
 
     def discard(self) -> None:
         """Forget the open step's counts and keep the biases; for a step that is skipped."""
@@ -307,6 +313,14 @@ def auxiliary_loss(
         return kept.sum()
     fractions = loads.to(kept.dtype) * (len(loads) / (len(kept) * num_experts_per_token))
     return (fractions * (kept / kept.sum(1, keepdim=True)).mean(0)).sum()
+
+
+def _of_one_size(biases: Mapping[str, Tensor]) -> list[list[str]]:
+    """Layers by their number of experts: those of one size are worked on together."""
+    sizes: dict[int, list[str]] = {}
+    for layer, bias in biases.items():
+        sizes.setdefault(len(bias), []).append(layer)
+    return list(sizes.values())
 
 
 def _is_counted(phase: Phase) -> bool:

@@ -59,9 +59,8 @@ def muon_step(entries: Sequence[MuonBlocks], *, lr: float, config: OptimConfig) 
     """Update weights and momenta of all `entries` in place."""
     for stack in _stacks(entries, config.max_stack_elements):
         short, long = sorted(stack[0].weight.shape[1:])
-        directions = torch.cat([_directions(group, config.momentum) for group in _alike(stack)])
         orthogonal = newton_schulz(
-            directions,
+            _directions(stack, config.momentum),
             steps=config.newton_schulz_steps,
             compute_dtype=_DTYPES[config.newton_schulz_dtype],
             impl=_impl_of(short, long, config),
@@ -91,18 +90,26 @@ def _alike(stack: Sequence[MuonBlocks]) -> list[list[MuonBlocks]]:
     return list(groups.values())
 
 
-def _directions(group: Sequence[MuonBlocks], mu: float) -> Tensor:
+def _directions(stack: Sequence[MuonBlocks], mu: float) -> Tensor:
     """Take the gradients into the momenta; G + mu M of all matrices, `[N, short, long]`."""
-    weight = group[0].weight
-    counts = [len(entry.weight) for entry in group]
-    directions = weight.new_empty(sum(counts), *weight.shape[1:])
-    momenta = _flat([entry.momentum for entry in group])
-    parts = _like(momenta, directions.split(counts))
-    torch._foreach_copy_(parts, _like(parts, [entry.grad for entry in group]))
-    torch._foreach_mul_(momenta, mu)
-    torch._foreach_add_(momenta, parts)
-    torch._foreach_add_(parts, momenta, alpha=mu)
-    return directions.mT if _is_tall(group[0]) else directions
+    short, long = sorted(stack[0].weight.shape[1:])
+    num_matrices = sum(len(entry.weight) for entry in stack)
+    directions = stack[0].weight.new_empty(num_matrices, short, long)
+    first = 0
+    for group in _alike(stack):
+        counts = [len(entry.weight) for entry in group]
+        place = directions[first : first + sum(counts)]
+        first += sum(counts)
+        own = place.new_empty(len(place), long, short) if _is_tall(group[0]) else place
+        momenta = _flat([entry.momentum for entry in group])
+        parts = _like(momenta, own.split(counts))
+        torch._foreach_copy_(parts, _like(parts, [entry.grad for entry in group]))
+        torch._foreach_mul_(momenta, mu)
+        torch._foreach_add_(momenta, parts)
+        torch._foreach_add_(parts, momenta, alpha=mu)
+        if own is not place:
+            place.copy_(own.mT)
+    return directions
 
 
 def _flat(tensors: list[Tensor]) -> list[Tensor]:
