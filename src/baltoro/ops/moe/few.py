@@ -235,27 +235,27 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# by the most tokens that an expert has in the mean; measured on an H200
-SINGLE_TILE = Tile(64, 8, 256, 4, 3)  # packed weights, pairs as slots
-PACKED_TILES = (
-    (2, Tile(128, 8, 256, 4, 3)),
-    (6, Tile(64, 8, 256, 2, 3)),
-    (12, Tile(64, 16, 256, 2, 3)),
-    (40, Tile(128, 32, 64, 4, 3)),
-    (math.inf, Tile(128, 64, 64, 4, 3)),
-)
+# measured on an H200; tables by the most tokens that an expert has in the mean
+SINGLE_TILE, PACKED_SINGLE_TILE = Tile(64, 8, 64, 2, 4), Tile(64, 8, 256, 4, 3)  # pairs as slots
 TILES = (
-    (6, Tile(32, 8, 128, 2, 3)),
+    (6, Tile(32, 8, 64, 2, 4)),
     (12, Tile(64, 16, 64, 2, 4)),
     (40, Tile(64, 32, 64, 4, 3)),
     (math.inf, Tile(64, 64, 64, 4, 3)),
+)
+PACKED_TILES = (
+    (2, Tile(128, 8, 256, 4, 2)),
+    (6, Tile(64, 8, 256, 2, 3)),
+    (12, Tile(64, 16, 256, 2, 3)),
+    (28, Tile(128, 32, 64, 4, 3)),
+    (math.inf, Tile(128, 64, 64, 4, 3)),
 )
 
 
 def tile_of(num_pairs: int, num_experts: int, is_packed: bool, is_single: bool) -> Tile:
     """How to launch both products."""
-    if is_packed and is_single:
-        return SINGLE_TILE
+    if is_single:
+        return PACKED_SINGLE_TILE if is_packed else SINGLE_TILE
     table = PACKED_TILES if is_packed else TILES
     return next(tile for most, tile in table if num_pairs <= most * num_experts)
 

@@ -222,7 +222,7 @@ def choose_backward_kernel(
         d_score = tl.zeros([R, BE], tl.float32)
     else:
         d_score = tl.load(d_scores + places, mask=mask, other=0.0)
-    for a in tl.static_range(A):
+    for a in tl.range(A):
         is_a = (slots == a)[None, :]
         expert = tl.sum(tl.where(is_a, chosen, 0), 1)
         d_a = tl.sum(tl.where(is_a, d_best, 0.0), 1)
@@ -341,7 +341,7 @@ def place_kernel(
 def choice_shape(num_experts: int) -> tuple[int, int]:
     """Tokens and warps of a program that chooses."""
     padded = padded_width(num_experts)
-    rows = max(1, min(4, 256 // padded))
+    rows = max(1, min(4, 128 // padded))
     return rows, max(1, padded * rows // 256)
 
 
@@ -422,7 +422,7 @@ def sort(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, 
     enqueue(
         first_kernel, (1,),
         counts, firsts, stops, num_blocks, E=num_experts, BE=padded, R=max(1, 8192 // padded),
-        num_warps=16,
+        num_warps=2 * WARPS,
     )  # fmt: skip
     enqueue(
         place_kernel, (num_blocks,),
