@@ -19,10 +19,12 @@ from ops.harness import (
     poisoned_memory,
     relative_error,
 )
+from ops.hopper import resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from ops.test_kda_triton import FP32_STEPS, fused, kda, raw_inputs, rounded_chunks
 
 from baltoro.ops.kda.triton import launch
+from baltoro.ops.kda.triton.segments import fold_kernel, segment_ends_kernel
 
 LENGTHS = [400, 0, 33, 129, 1, 64]
 gpu = pytest.mark.gpu
@@ -101,13 +103,27 @@ def bf16_inputs(**kwargs) -> Packed:
 
 
 def test_only_few_heads_with_long_sequences_are_cut():
-    assert launch.segment_length(4096, 1, 16, 128) == 16  # four segments of 32 programs
-    assert launch.segment_length(32768, 1, 4, 128) == 32
-    assert launch.segment_length(8192, 1, 96, 128) == 0
-    assert launch.segment_length(8192, 1, 32, 128) == 0  # two segments do not pay
-    assert launch.segment_length(1024, 1, 16, 128) == 0
-    assert launch.segment_length(8192, 16, 4, 128) == 0  # as many programs as 64 heads
-    assert launch.segment_length(2**20, 65, 1, 16) == 0  # more sequences than a segment looks at
+    assert launch.segment_length(4096, 1, 32) == 16  # 16 heads: four segments of 32 programs
+    assert launch.segment_length(32768, 1, 8) == 32
+    assert launch.segment_length(8192, 1, 192) == 0
+    assert launch.segment_length(8192, 1, 64) == 0  # two segments do not pay
+    assert launch.segment_length(1024, 1, 32) == 0
+    assert launch.segment_length(8192, 16, 8) == 0  # 128 programs as it is
+    assert launch.segment_length(2**20, 65, 1) == 0  # more sequences than a segment looks at
+
+
+@pytest.mark.slow
+def test_portable_kernels_of_segments_compile_without_spills():
+    pointers = dict.fromkeys(segment_ends_kernel.arg_names, "*fp32")
+    pointers |= dict.fromkeys(("offsets", "cu_seqlens"), "*i32")
+    numbers = dict.fromkeys(("num_heads", "num_sequences", "length"), "i32")
+    dims = {"K": 64, "V": 64, "BV": 16, "PRECISION": "tf32x3"}
+    arguments = {**pointers, **numbers, **dims, "HAS_INITIAL": True}
+    assert resources(segment_ends_kernel, arguments, 4).stack_bytes == 0
+    for is_reverse in (False, True):
+        found = {name: arguments.get(name) for name in fold_kernel.arg_names}
+        found |= {"K": 128, "V": 128, "IS_REVERSE": is_reverse}
+        assert resources(fold_kernel, found, 8).stack_bytes == 0
 
 
 @pytest.mark.slow

@@ -81,15 +81,23 @@ def serves_sm90(q: torch.Tensor, v: torch.Tensor) -> bool:
     return q.dtype == torch.bfloat16 and all(dim in SM90_DIMS for dim in dims)
 
 
-def segment_length(num_tokens: int, num_sequences: int, num_heads: int, value_dim: int) -> int:
-    """Chunks in a segment of a scan; 0 if sequences are not cut.
+def scan_shape(K: int, V: int, is_sm90: bool) -> tuple[int, dict[str, object]]:
+    """Columns that a program of a scan has, and what its kernel is compiled with."""
+    if is_sm90:
+        return SM90_COLUMNS, {"K": K, "V": V, "num_warps": 4}
+    columns = min(V, PORTABLE_COLUMNS)
+    return columns, {"K": K, "V": V, "BV": columns, "PRECISION": "tf32x3", "num_warps": 4}
+
+
+def segment_length(num_tokens: int, num_sequences: int, num_programs: int) -> int:
+    """Chunks in a segment of a scan; 0 if sequences, of `num_programs` each, are not cut.
 
     They are cut where whole ones would leave two thirds of the multiprocessors idle, so that the
     second pass fills them about once: it takes three segments to win back the first pass. A segment
     is not so short that the fold, a step for each, would take longer than it.
     """
     chunks = num_chunks(num_tokens, num_sequences)
-    abreast = MULTIPROCESSORS // max(1, num_heads * value_dim // SM90_COLUMNS)
+    abreast = MULTIPROCESSORS // max(1, num_programs)
     is_short = num_sequences > SEQUENCES.value or chunks < 32 * num_sequences
     if is_short or abreast < 3 * num_sequences:
         return 0
@@ -110,7 +118,8 @@ def outputs(
     N = cu_seqlens.shape[0] - 1
     M = num_chunks(T, N)
     kept = M if is_kept else 0
-    slots = segment_slots(T, N, segment_length(T, N, H, V))
+    columns, _ = scan_shape(K, V, serves_sm90(q, v))
+    slots = segment_slots(T, N, segment_length(T, N, H * V // columns))
     saved = Saved(
         kp=q.new_empty(M, H, C, K),
         kc=q.new_empty(M, H, C, K),
@@ -196,14 +205,6 @@ def run_forward(
     return o, final_state, saved
 
 
-def scan_shape(K: int, V: int, is_sm90: bool) -> tuple[int, dict[str, object]]:
-    """Columns that a program of a scan has, and what its kernel is compiled with."""
-    if is_sm90:
-        return SM90_COLUMNS, {"K": K, "V": V, "num_warps": 4}
-    columns = min(V, PORTABLE_COLUMNS)
-    return columns, {"K": K, "V": V, "BV": columns, "PRECISION": "tf32x3", "num_warps": 4}
-
-
 def scan_forward(
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -218,10 +219,10 @@ def scan_forward(
     T, H, V = v.shape
     K = saved.gamma.shape[-1]
     N = cu_seqlens.shape[0] - 1
-    length = segment_length(T, N, H, V)
+    columns, constants = scan_shape(K, V, is_sm90)
+    length = segment_length(T, N, H * V // columns)
     slots = saved.transitions.shape[0]
     ends = saved.gamma.new_empty(slots, H, V, K)
-    columns, constants = scan_shape(K, V, is_sm90)
     constants["HAS_INITIAL"] = initial_state is not None
     if length:
         enqueue(
@@ -254,10 +255,10 @@ def scan_reverse(
     T, H, V = do.shape
     K = saved.gamma.shape[-1]
     N = cu_seqlens.shape[0] - 1
-    length = segment_length(T, N, H, V)
+    columns, constants = scan_shape(K, V, is_sm90)
+    length = segment_length(T, N, H * V // columns)
     slots = saved.transitions.shape[0]
     ends = saved.gamma.new_empty(slots, H, V, K)
-    columns, constants = scan_shape(K, V, is_sm90)
     for i in (1, 2) if length else (0,):
         enqueue(
             reverse_scan_sm90_kernel if is_sm90 else reverse_scan_kernel,
