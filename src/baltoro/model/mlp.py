@@ -1,5 +1,7 @@
 """The dense gated MLP: layer 0 of the release, and the shared experts of every MoE layer."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from baltoro.model.config import ModelConfig
@@ -19,9 +21,11 @@ class Mlp(nn.Module):
         self.up_proj = nn.Linear(size, intermediate_size, bias=False)
         self.down_proj = nn.Linear(intermediate_size, size, bias=False)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        """`[T, D]` to `[T, D]`."""
-        gate_TF, up_TF = projected(x_TD, self._groups(), self.joined)
+    def forward(self, x_TD: Tensor, gate_up: Sequence[Tensor] | None = None) -> Tensor:
+        """`[T, D]` to `[T, D]`; `gate_up` is what the first two gave, if computed elsewhere."""
+        if gate_up is None:
+            gate_up = projected(x_TD, self.groups(), self.joined)
+        gate_TF, up_TF = gate_up
         config = self.config
         if config.activation == "silu":
             return self.down_proj(swiglu(gate_TF, up_TF, impl=config.impl.situ))
@@ -37,7 +41,8 @@ class Mlp(nn.Module):
 
     def join(self) -> None:
         """Make one product of the input's projections where no gradient is wanted."""
-        self.joined = rejoined(self._groups(), self.joined)
+        self.joined = rejoined(self.groups(), self.joined)
 
-    def _groups(self) -> Groups:
+    def groups(self) -> Groups:
+        """The projections of the input."""
         return (self.gate_proj,), (self.up_proj,)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from baltoro.model.beside import Fork, at_once
 from baltoro.model.config import ModelConfig, MoeConfig
+from baltoro.model.joined import Groups, Joined, projected, rejoined
 from baltoro.model.mlp import Mlp
 from baltoro.model.norm import backbone_norm
 from baltoro.ops.moe import Routing, moe_experts, moe_experts_mxfp4, route, router_logits
@@ -125,7 +126,7 @@ class Moe(nn.Module):
         self.gate = Router(moe, size, config.impl.route)
         experts = Experts if moe.expert_format == "dense" else Mxfp4Experts
         self.experts = experts(config, moe, latent or size)
-        self.is_joined = False
+        self.joined: Joined | None = None
         self.fork: Fork = at_once
         self.has_latent = latent is not None
         self.has_latent_norm = moe.use_latent_norm
@@ -143,31 +144,28 @@ class Moe(nn.Module):
     def forward(self, x_TD: Tensor, replay_ids: Tensor | None = None) -> MoeOutput:
         """`[T, D]` to `[T, D]` and the routing; `replay_ids` are choices made elsewhere."""
         routed = self.fork(lambda: self.gate(x_TD, replay_ids))
+        inputs = projected(x_TD, self._groups(), self.joined)
+        latent_TZ = inputs.pop(0) if self.has_latent else x_TD
         shared = None
         if self.has_shared_experts:
-            shared = self.fork(lambda: self.shared_experts(x_TD))
-        latent_TZ = self.routed_expert_down_proj(x_TD) if self.has_latent else x_TD
+            shared = self.fork(lambda: self.shared_experts(x_TD, inputs))
         routing = routed()
         mixed_TZ = self.experts(latent_TZ, routing)
         if self.has_latent and self.has_latent_norm:
             # after the sum over experts: a partial sum of ranks must be reduced before
             mixed_TZ = self.routed_expert_norm(mixed_TZ)
-        if (
-            self.has_latent
-            and shared is not None
-            and self.is_joined
-            and not torch.is_grad_enabled()
-        ):
+        if self.has_latent and shared is not None and self.joined and not torch.is_grad_enabled():
             y_TD = shared().addmm_(mixed_TZ, self.routed_expert_up_proj.weight.mT)
             return MoeOutput(y_TD, routing)
         y_TD = self.routed_expert_up_proj(mixed_TZ) if self.has_latent else mixed_TZ
         return MoeOutput(y_TD if shared is None else y_TD + shared(), routing)
 
     def join(self) -> None:
-        """Have fewer products where no gradient is wanted.
+        """Make one product of the input's projections where no gradient is wanted."""
+        if self._groups():
+            self.joined = rejoined(self._groups(), self.joined)
 
-        The latent keeps its own: it would wait for the shared experts' part, and be copied.
-        """
-        self.is_joined = True
-        if self.has_shared_experts:
-            self.shared_experts.join()
+    def _groups(self) -> Groups:
+        """All projections of the input but the router's, which is computed in fp32."""
+        latent = [(self.routed_expert_down_proj,)] if self.has_latent else []
+        return (*latent, *(self.shared_experts.groups() if self.has_shared_experts else ()))
