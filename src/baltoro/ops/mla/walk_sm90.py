@@ -90,6 +90,41 @@ def copy_part(
 
 
 @gluon.jit
+def copy_query(
+    q_s, q_tail_s, queries, row, bar, PARTS: gl.constexpr, HAS_TAIL: gl.constexpr
+):  # fmt: skip
+    """Start the copy of a block of queries, from `row` on."""
+    H: gl.constexpr = q_tail_s.shape[1]
+    WIDTH: gl.constexpr = sum_of(PARTS)
+    mbarrier.expect(bar, H * (WIDTH + CHUNK if HAS_TAIL else WIDTH) * 2)
+    column = 0
+    for k in gl.static_range(len(PARTS)):
+        for c in gl.static_range(PARTS[k] // CHUNK):
+            tma.async_copy_global_to_shared(
+                queries, [row, column], bar, q_s[k].index(0).slice(c * CHUNK, CHUNK, 1)
+            )
+            column += CHUNK
+    if HAS_TAIL:
+        tma.async_copy_global_to_shared(queries, [row, WIDTH], bar, q_tail_s.index(0))
+
+
+@gluon.jit
+def copy_ahead(
+    kv_s, tail_s, bars, rows, table, start, stop, counter, page_rows, page_size,
+    PARTS: gl.constexpr, HAS_TAIL: gl.constexpr, BOX: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of the first tiles of a range, one for each stage."""
+    BN: gl.constexpr = tail_s.shape[1]
+    for j in gl.static_range(STAGES):
+        if start + j * BN < stop:
+            for k in gl.static_range(len(PARTS)):
+                copy_part(
+                    k, kv_s, tail_s, bars, rows, table, start + j * BN, stop,
+                    (counter + j) % STAGES, page_rows, page_size, PARTS, HAS_TAIL, BOX,
+                )  # fmt: skip
+
+
+@gluon.jit
 def clear_rows(smem, count, layout: gl.constexpr):
     """Zeros behind the first `count` rows: a probability of 0 does not hide a NaN."""
     row = gl.arange(0, smem.shape[0], layout=gl.SliceLayout(1, layout))
@@ -228,8 +263,7 @@ def walk_sm90_kernel(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NUM_WARPS, 1], [16, H, 16])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [NUM_WARPS, 1], [1, 0])
     NUM_PARTS: gl.constexpr = len(PARTS)
-    WIDTH: gl.constexpr = sum_of(PARTS)
-    HAS_TAIL: gl.constexpr = WIDTH < W
+    HAS_TAIL: gl.constexpr = sum_of(PARTS) < W
     dtype: gl.constexpr = rows.dtype
     program = gl.program_id(1)
     first_row = gl.program_id(0) * block_rows
@@ -270,28 +304,16 @@ def walk_sm90_kernel(
         length = gl.load(lengths + n)
         start = (low - begin) * BN
         stop = gl.minimum(length, (high - begin) * BN)
-        for j in gl.static_range(STAGES):
-            if start + j * BN < stop:
-                for k in gl.static_range(NUM_PARTS):
-                    copy_part(
-                        k, kv_s, tail_s, bars, rows, page_table + n.to(gl.int64) * table_stride,
-                        start + j * BN, stop, j, page_rows, page_size, PARTS, HAS_TAIL, BOX,
-                    )  # fmt: skip
+        copy_ahead(
+            kv_s, tail_s, bars, rows, page_table + n.to(gl.int64) * table_stride, start, stop,
+            counter, page_rows, page_size, PARTS, HAS_TAIL, BOX, STAGES,
+        )  # fmt: skip
     while begin < high:
         table = page_table + n.to(gl.int64) * table_stride
         first, num_tokens = rows_of(cu_seqlens, n, num_heads, IS_ONE)
         num_rows = num_tokens * num_heads
         q_place = (first * num_heads).to(gl.int32) + first_row
-        mbarrier.expect(q_bar, H * (WIDTH + CHUNK if HAS_TAIL else WIDTH) * 2)
-        q_column = 0
-        for k in gl.static_range(NUM_PARTS):
-            for c in gl.static_range(PARTS[k] // CHUNK):
-                tma.async_copy_global_to_shared(
-                    queries, [q_place, q_column], q_bar, q_s[k].index(0).slice(c * CHUNK, CHUNK, 1)
-                )
-                q_column += CHUNK
-        if HAS_TAIL:
-            tma.async_copy_global_to_shared(queries, [q_place, WIDTH], q_bar, q_tail_s.index(0))
+        copy_query(q_s, q_tail_s, queries, q_place, q_bar, PARTS, HAS_TAIL)
         lowest_seen = length - num_tokens + 1  # tokens that rows of the first query see
         highest = gl.full([H], LOWEST, gl.float32, gl.SliceLayout(0, ACC))
         total = lane_sums(gl.zeros([BN, H], gl.float32, ACC), NUM_WARPS)
@@ -360,14 +382,10 @@ def walk_sm90_kernel(
                 _, next_tokens = rows_of(cu_seqlens, n, num_heads, IS_ONE)
                 length = gl.where(first_row < next_tokens * num_heads, length, 0)
             stop = gl.minimum(length, (high - begin) * BN)
-            for j in gl.static_range(STAGES):
-                if j * BN < stop:
-                    for k in gl.static_range(NUM_PARTS):
-                        copy_part(
-                            k, kv_s, tail_s, bars, rows,
-                            page_table + n.to(gl.int64) * table_stride, j * BN, stop,
-                            (counter + j) % STAGES, page_rows, page_size, PARTS, HAS_TAIL, BOX,
-                        )  # fmt: skip
+            copy_ahead(
+                kv_s, tail_s, bars, rows, page_table + n.to(gl.int64) * table_stride, start, stop,
+                counter, page_rows, page_size, PARTS, HAS_TAIL, BOX, STAGES,
+            )  # fmt: skip
         whole = gl.convert_layout(gl.sum(gl.sum(total, 1), 0), gl.SliceLayout(0, ACC))
         has = whole > 0.0
         weight = gl.where(has, 1.0 / gl.where(has, whole, 1.0), 0.0)
