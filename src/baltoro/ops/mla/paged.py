@@ -110,7 +110,9 @@ def paged_latent_attention(
 
     Raises `ValueError` for shapes and dtypes that do not fit, `ImplError` for an unknown `impl` or
     inputs that it does not serve. `triton` trusts the values of the last three tensors and sizes
-    its launch by `max_pages` and `max_tokens` alone. No gradients from `triton`.
+    its launch by `max_tokens` alone; it serves Hopper, a positive `scale`, and several pages a
+    sequence if they hold a multiple of 8 tokens and lie a whole number of rows apart. A result's
+    bits depend on all lengths of a call. No gradients from `triton`.
     """
     run = choose("paged_latent_attention", impl, _IMPLS)
     if q_latent.dim() != 3 or latents.dim() != 3 or page_table.dim() != 2:
