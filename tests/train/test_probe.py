@@ -8,9 +8,8 @@ import torch
 from model.tiny import tiny_k3
 from train.batch import tiny_batch
 
-from baltoro.model import layer
 from baltoro.model.model import Model
-from baltoro.ops import attn_res
+from baltoro.ops import attn_res, residual
 from baltoro.train.probe import mean_weights, probe_model
 
 
@@ -62,7 +61,7 @@ def test_residual_weights_are_taken_from_the_sources_of_the_forward(monkeypatch)
         seen.append(scores.softmax(0).mean(1).tolist())
         return attn_res.attn_res_mix(sources, norm_weight, proj_weight, eps=eps, impl=impl)
 
-    monkeypatch.setattr(layer, "attn_res_mix", spy)
+    monkeypatch.setattr(residual, "attn_res_mix", spy)
     found = probe_model(model, tiny_batch())["attn_res/weights"]
     reads = [f"layers.{index}.{part}" for index in range(5) for part in ("self_attention", "mlp")]
     for name, expected in zip(reads, seen, strict=False):

@@ -154,7 +154,8 @@ def chat(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
     model = load_for_text(checkpoint, dtype=dtype, device=device, experts=experts)
-    print(f"[{described(model)}]", file=sys.stderr)
+    if sys.stdin.isatty():
+        print(f"[{described(model)}]", file=sys.stderr)
     conversation = Conversation(
         model,
         system=system,
