@@ -4,8 +4,6 @@ score_j = sum_d v_jd / rms(v_j) * norm_weight_d * proj_weight_d,  out = sum_j so
 """
 
 from collections.abc import Sequence
-from functools import cache
-from types import ModuleType
 
 from torch import Tensor
 
@@ -15,19 +13,14 @@ from baltoro.ops.impl import ImplError, choose
 __all__ = ["attn_res_mix"]
 
 
-@cache
-def _kernels() -> ModuleType:
+def _triton(
+    sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float
+) -> Tensor:
     try:
         from . import triton
     except ModuleNotFoundError as error:
         raise ImplError(f"attn_res: impl='triton' needs triton ({error})") from error
-    return triton
-
-
-def _triton(
-    sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float
-) -> Tensor:
-    return _kernels().attn_res_mix(sources, norm_weight, proj_weight, eps)
+    return triton.attn_res_mix(sources, norm_weight, proj_weight, eps)
 
 
 _MIX = {"reference": reference.attn_res_mix, "torch": dense.attn_res_mix, "triton": _triton}

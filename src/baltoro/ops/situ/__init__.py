@@ -3,9 +3,6 @@
 SiTU-GLU: beta tanh(gate / beta) sigmoid(gate) * linear_beta tanh(up / linear_beta) (report eq. 12).
 """
 
-from functools import cache
-from types import ModuleType
-
 from torch import Tensor
 
 from baltoro.ops.impl import ImplError, choose
@@ -14,17 +11,12 @@ from baltoro.ops.situ import dense, reference
 __all__ = ["situ_glu", "swiglu"]
 
 
-@cache
-def _kernels() -> ModuleType:
+def _triton(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
     try:
         from . import triton
     except ModuleNotFoundError as error:
         raise ImplError(f"situ_glu: impl='triton' needs triton ({error})") from error
-    return triton
-
-
-def _triton(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    return _kernels().situ_glu(gate, up, beta, linear_beta)
+    return triton.situ_glu(gate, up, beta, linear_beta)
 
 
 _SITU_GLU = {"reference": reference.situ_glu, "torch": dense.situ_glu, "triton": _triton}
