@@ -96,3 +96,17 @@ def test_the_kernels_draw_the_same_in_the_interpreter() -> None:
 def test_the_kernels_draw_the_same(dtype: torch.dtype) -> None:
     for num_rows, width in ((1, 32_768), (7, 1_000), (256, 32_768), (33, 163_840)):
         compared(num_rows, width, dtype, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("field", "bad"),
+    [
+        ("is_drawn", torch.ones(4).bool()),
+        ("seeds", torch.zeros(4)),
+        ("steps", torch.zeros(3).long()),
+    ],
+)
+def test_noise_of_another_shape_or_dtype_is_refused(field: str, bad: Tensor) -> None:
+    noise = settings(4)[1]._replace(**{field: bad})
+    with pytest.raises(ValueError, match=rf"noise\.{field}: expected"):
+        draw_tokens(torch.zeros(4, 9), None, noise, impl="torch")

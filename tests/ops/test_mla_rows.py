@@ -6,6 +6,7 @@ from ops.earned import randn
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from torch import Tensor
 
+from baltoro.ops.impl import ImplError
 from baltoro.ops.mla.rows import append_rows, latent_rows, next_rows, sigmoid_gated
 
 EPS = 1e-6
@@ -110,3 +111,12 @@ def test_the_kernels_round_where_plain_operators_round(dtype: torch.dtype) -> No
     for num_tokens in (1, 300):
         ours, plain = (gated(impl, dtype, num_tokens, "cuda") for impl in ("triton", "torch"))
         torch.testing.assert_close(ours, plain)
+
+
+def test_a_weight_wider_than_a_row_is_refused_and_so_is_an_unknown_gate() -> None:
+    pages = torch.zeros(2, dtype=torch.int64)
+    latents, raw = torch.zeros(3, 4, 8), torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=r"weight: \[12\]; expected \[R\]"):
+        append_rows(raw, torch.ones(12), latents, pages, pages, eps=EPS, impl="torch")
+    with pytest.raises(ImplError, match="impl='nonsense' is unknown"):
+        sigmoid_gated(torch.zeros(2, 3, 4), torch.zeros(2, 12), impl="nonsense")

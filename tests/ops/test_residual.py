@@ -94,3 +94,17 @@ def test_the_kernel_rounds_where_three_round(dtype: torch.dtype) -> None:
                 # sums over a row in another order now and then round the other way
                 assert is_equal > (0.98 if dtype == torch.bfloat16 else 0.0)
                 torch.testing.assert_close(ours, wanted.detach(), atol=1e-4, rtol=0.016)
+
+
+def test_sources_and_weights_of_another_shape_or_dtype_are_refused() -> None:
+    given = inputs(3, 5, 8, torch.float64)
+    cases = {"has_pending": True, "is_mixed": True}
+    for place, bad in (
+        (0, given[0][:4]),
+        (3, given[3].float()),
+        (4, given[4][:7]),
+        (6, given[6][1:]),
+    ):
+        wrong = [bad if n == place else x for n, x in enumerate(given)]
+        with torch.no_grad(), pytest.raises(ValueError, match=r"normed_read: a (block|weight)"):
+            read(wrong, "triton", **cases)

@@ -55,7 +55,7 @@ class Kernel(JITFunction):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
     monkeypatch.setattr(shared, "driver", SimpleNamespace(active=Driver()))
     return Kernel()
 
@@ -70,6 +70,18 @@ def test_a_second_launch_goes_to_the_kept_kernel_with_addresses_and_constants_in
     call(kernel, y, n=7)
     assert len(kernel.compiled) == 1
     assert kernel.compiled[0].launches == [((3, 1, 1), (y.data_ptr(), 7, None, 8, 1.5))]
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_tensors_of_another_device_are_left_to_triton(kernel, monkeypatch, place):
+    x = torch.zeros(64)
+    call(kernel, x, rest=(x, x))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    arguments = [5, 5, 5]
+    arguments[place] = x if place == 0 else (x, x)
+    for _ in range(2):
+        enqueue(kernel, (3,), *arguments, A=1.5, B=8, num_warps=1)
+    assert len(kernel.compiled) == 3 and not kernel.compiled[0].launches
 
 
 def test_tuples_of_tensors_go_as_tuples_of_addresses(kernel):

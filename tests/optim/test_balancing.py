@@ -286,6 +286,19 @@ def test_a_step_of_zero_only_counts() -> None:
     assert torch.equal(named["layers.1"], torch.zeros(E))
 
 
+def test_the_reference_gives_the_biases_of_the_fast_form_to_within_a_bin() -> None:
+    found = []
+    for impl in ("torch", "reference"):
+        torch.manual_seed(0)
+        balancer = QuantileBalancer(biases(), num_experts_per_token=K, impl=impl)
+        for layer in LAYERS:
+            balancer.observe(layer, skewed(500), phase="train")
+        balancer.update()
+        found.append(torch.stack(list(balancer.biases.values())))
+        assert not balancer.counts.flat.any()
+    torch.testing.assert_close(*found, rtol=0, atol=2.1e-3)
+
+
 def steps_to_balance(balancer: Balancer, bias: Tensor, *, limit: int) -> int:
     """Steps of 2048 fresh tokens until MaxVio is below one half."""
     torch.manual_seed(11)

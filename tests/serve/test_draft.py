@@ -143,6 +143,9 @@ class Watched:
     def observe(self, seen: list[Seen]) -> None:
         self.mtp.observe(seen)
 
+    def rest(self) -> None:
+        self.mtp.rest()
+
 
 @pytest.mark.parametrize(
     ("sampling", "max_step_tokens"), [(GREEDY, 11), (Sampling(temperature=1.0, top_p=0.9), 64)]

@@ -11,7 +11,7 @@ from model.tiny import VISION, tiny_k3, tiny_kimi_linear
 
 from baltoro.model.config import ModelConfig
 from baltoro.model.model import Model
-from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.engine import Engine, EngineConfig, WeightsNotWhole
 from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.request import Request, Sequence
 from baltoro.serve.sampling import Penalties, Sampling
@@ -289,6 +289,11 @@ def test_settings_out_of_range_are_named() -> None:
             replace(EngineConfig(), **{field: 0})
 
 
+def test_int8_states_without_memory_for_them_are_refused() -> None:
+    with pytest.raises(ValueError, match="cold_states='int8': no CPU memory"):
+        EngineConfig(cold_states="int8")
+
+
 def test_weights_that_came_half_way_are_refused_until_they_are_whole() -> None:
     served = engine()
     running = served.submit(request(ids(9), 8))
@@ -301,7 +306,7 @@ def test_weights_that_came_half_way_are_refused_until_they_are_whole() -> None:
 
     with pytest.raises(OSError, match="the trainer is gone"):
         served.update_weights("1", fails)
-    with pytest.raises(RuntimeError, match="from version '0' to '1' failed half way"):
+    with pytest.raises(WeightsNotWhole, match="from version '0' to '1' failed half way"):
         served.submit(request(ids(4), 2))
     assert dict(served.step()) == {running: None, waiting: None}
     assert running.finish_reason == waiting.finish_reason == "error"
@@ -309,6 +314,10 @@ def test_weights_that_came_half_way_are_refused_until_they_are_whole() -> None:
     served.update_weights("1", lambda model: model.lm_head.weight.data.neg_())
     (sequence,) = served.generate([request(ids(4), 2)])
     assert [token.weights_version for token in sequence.new_tokens] == ["1", "1"]
+    with pytest.raises(OSError, match="the trainer is gone"):
+        served.update_weights("2", fails)
+    served.update_weights("1", lambda model: model.lm_head.weight.data.neg_())  # back to what was
+    assert served.generate([request(ids(4), 2)])[0].new_tokens == sequence.new_tokens
 
 
 @pytest.mark.parametrize("wrong", [-1, 64])

@@ -53,6 +53,9 @@ class Script:
         for sequence, start, mixture in seen:
             assert start + len(mixture) == sequence.num_computed
 
+    def rest(self) -> None:
+        """Nothing is remembered of a sequence."""
+
 
 def double(model: Model = DOUBLE, **changes: object) -> Engine:
     return engine(model, **changes)

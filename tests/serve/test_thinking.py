@@ -178,3 +178,21 @@ def test_whatever_is_written_and_taken_back_thinking_ends_at_the_cap(
         num += 1
     assert num <= limit + MAX_TAG + len(cap.bridge)
     assert parse_ids(ids[:num], tokenizer).open_channel != "think"
+
+
+@pytest.mark.parametrize("cap", range(1, 6))
+def test_a_character_is_not_cut_in_half(tokenizer: Tokenizer, cap: int) -> None:
+    constraint = ThinkingCap(tokenizer, cap).start()
+    written, text = 0, tokenizer.encode("a\U0001f642b", allow_special=False)
+    while written < len(text) and constraint.accept(text[written]):
+        written += 1
+    kept = tokenizer.decode_bytes(text[:written]).decode()  # whole characters
+    assert cap <= written <= cap + 3 and kept
+    constraint.rollback(written)
+    assert all(constraint.accept(token) for token in text[:written])
+
+
+def test_a_call_that_was_begun_while_thinking_is_not_broken_off(tokenizer: Tokenizer) -> None:
+    call = tokenizer.encode('<|open|>call tool="f" index="1"<|sep|>', allow_special=True)
+    constraint = ThinkingCap(tokenizer, 2).start()
+    assert all(constraint.accept(token) for token in (*call, call[0], call[0]))

@@ -81,6 +81,9 @@ def trying(kernel: str, shape_class: str, section: str, shape: Launch) -> Iterat
     finally:
         if before is None:
             del classes[shape_class]
+            for holder, name in ((pinned()[section], kernel), (pinned(), section)):
+                if not holder[name]:
+                    del holder[name]
         else:
             classes[shape_class] = before
         _launch.cache_clear()

@@ -87,7 +87,8 @@ def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: An
 def enqueue_aligned(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> bool:
-    """`enqueue`, or False and no launch where an address is not a multiple of 16 bytes."""
+    """`enqueue`, or False and no launch where an address is not a multiple of 16 bytes, or is not
+    of the current device."""
     if not isinstance(kernel, JITFunction):  # interpreted
         kernel[grid](*arguments, **constants)
         return True
@@ -102,6 +103,8 @@ def enqueue_aligned(
             # as Triton tells integers apart: one, multiples of 16, those of 64 bits
             key.append(1 if x == 1 else (x & 15 == 0, x >> 31))
         elif kind is tuple:
+            if any(tensor.get_device() != device for tensor in x):
+                return False  # for Triton to refuse or to serve
             pointers = tuple([tensor.data_ptr() for tensor in x])
             for pointer in pointers:
                 bits |= pointer
@@ -111,6 +114,8 @@ def enqueue_aligned(
             values.append(x)
             key.append(kind)
         else:
+            if x.get_device() != device:
+                return False
             pointer = x.data_ptr()
             bits |= pointer
             values.append(pointer)

@@ -180,6 +180,16 @@ class QuantileBalancer:
         """
         counts = self.counts
         counts.reduce(self.all_reduce)
+        try:
+            new, report = self._new_biases()
+        finally:
+            self.discard()
+        for layer, bias in self.biases.items():
+            bias.copy_(new[layer])
+        return report
+
+    def _new_biases(self) -> tuple[dict[str, Tensor], dict[str, LayerBalance]]:
+        counts = self.counts
         new: dict[str, Tensor] = {}
         drifts: dict[str, Tensor] = {}
         missing: dict[str, Tensor] = {}
@@ -187,19 +197,20 @@ class QuantileBalancer:
             biases = torch.stack([self.biases[layer] for layer in layers])
             histograms = torch.stack([counts.histograms[layer] for layer in layers])
             tokens = torch.stack([counts.num_tokens[layer] for layer in layers])
-            found = torch.vmap(self._next_bias)(histograms, tokens, biases).lerp(biases, self.ema)
+            found = self._next_biases(histograms, tokens, biases).lerp(biases, self.ema)
             changes = (found - biases).abs().amax(1)
             gaps = (tokens[:, None] - histograms.sum(2)).sum(1)
             new |= dict(zip(layers, found, strict=True))
             drifts |= dict(zip(layers, changes, strict=True))
             missing |= dict(zip(layers, gaps, strict=True))
-        try:
-            report = counts.report(drifts, missing)
-        finally:
-            self.discard()
-        for layer, bias in self.biases.items():
-            bias.copy_(new[layer])
-        return report
+        return new, counts.report(drifts, missing)
+
+    def _next_biases(self, histograms: Tensor, num_tokens: Tensor, biases: Tensor) -> Tensor:
+        """Of all layers `[L, E]` at once, but with the reference, which reads values."""
+        if self.impl == "torch":
+            return torch.vmap(self._next_bias)(histograms, num_tokens, biases)
+        layers = zip(histograms, num_tokens, biases, strict=True)
+        return torch.stack([self._next_bias(*layer) for layer in layers])
 
     def _next_bias(self, histogram: Tensor, num_tokens: Tensor, bias: Tensor) -> Tensor:
         return histogram_bias(

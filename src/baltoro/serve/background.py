@@ -142,8 +142,7 @@ class BackgroundEngine:
         try:
             while not self._is_stopping:
                 self._serve_calls()
-                for sequence, token in self.engine.step():
-                    self._send(sequence, token)
+                self._step()
         finally:
             # whatever ended the thread, nobody waits for it
             self.is_alive = False
@@ -153,6 +152,10 @@ class BackgroundEngine:
             # answered without the engine, so that none can fail and leave the next one waiting
             while not self._calls.empty():
                 self._calls.get()()
+
+    def _step(self) -> None:
+        for sequence, token in self.engine.step():
+            self._send(sequence, token)
 
     def _serve_calls(self) -> None:
         if self.engine.is_idle:

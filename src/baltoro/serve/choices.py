@@ -17,7 +17,7 @@ import numpy as np
 from baltoro.model.config import VisionConfig
 from baltoro.serve.answer import Answer, ChatReader, TextReader
 from baltoro.serve.background import BackgroundEngine, EngineStopped, Event, Stream
-from baltoro.serve.engine import Engine
+from baltoro.serve.engine import Engine, WeightsNotWhole
 from baltoro.serve.generate import image_features
 from baltoro.serve.grammar import Grammars
 from baltoro.serve.metrics import Metrics
@@ -217,7 +217,7 @@ class Choices(ABC):
         again = [replace(old.request, seed=seed)]
         try:
             (self._streams[index],) = await self._background.submit(lambda _: again, 1)
-        except (Overloaded, EngineStopped) as error:
+        except (Overloaded, EngineStopped, WeightsNotWhole) as error:
             raise ApiError(503, str(error), code="unavailable", retry_after=5) from None
         if self._is_aborted:
             self.abort()

@@ -74,6 +74,9 @@ class Draft(Protocol):
     def observe(self, seen: Series[Seen]) -> None:
         """Take in a step's tokens, after it was committed."""
 
+    def rest(self) -> None:
+        """Forget the sequences that are gone."""
+
 
 def made_draft(config: SpeculationConfig, model: Model, pool: PagePool) -> Draft:
     """The draft that a configuration names."""
@@ -95,6 +98,9 @@ class NgramDraft:
 
     def observe(self, seen: Series[Seen]) -> None:
         """It reads the tokens themselves when asked."""
+
+    def rest(self) -> None:
+        _drop_gone(self._texts)
 
     def _continuation(self, sequence: Sequence) -> list[int]:
         text = self._texts.setdefault(sequence, bytearray())
@@ -175,6 +181,9 @@ class MtpDraft:
         return list(drafts.values())
 
     @torch.inference_mode()
+    def rest(self) -> None:
+        _drop_gone(self._last)
+
     def observe(self, seen: Series[Seen]) -> None:
         _drop_gone(self._last)
         seen = [one for one in seen if one.sequence.table is not None]

@@ -82,7 +82,7 @@ def draw_rows(
     numbers = _sent(found.numbers)
     arrival = torch.cuda.Event() if numbers is not found.numbers else None
     if arrival is not None:
-        arrival.record()
+        arrival.record(torch.cuda.current_stream(logits_NW.device))
     tables = {sequence: sequence.table for sequence in sequences}
     return DrawnTokens(sequences, tables, is_allowed, version, found.ids, numbers, top, arrival)
 

@@ -36,6 +36,10 @@ _PREFETCH_BYTES = 32 << 20  # from CPU memory in one step, for sequences that wa
 _FLOPS_AT = 4096  # sequence length at which the shares of attention and the rest are counted
 
 
+class WeightsNotWhole(RuntimeError):
+    """An update of the weights failed half way: nothing is computed until a whole one comes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """Memory and limits of an engine."""
@@ -62,6 +66,8 @@ class EngineConfig:
             raise ValueError(f"host_bytes={self.host_bytes}: must not be negative")
         if self.cold_states not in ("exact", "int8"):
             raise ValueError(f"cold_states={self.cold_states!r}: must be 'exact' or 'int8'")
+        if self.cold_states == "int8" and self.host_bytes == 0:
+            raise ValueError("cold_states='int8': no CPU memory holds states; give host_bytes")
         if self.decode not in ("eager", "resident"):
             raise ValueError(f"decode={self.decode!r}: must be 'eager' or 'resident'")
         if self.decode == "resident" and self.speculation is not None:
@@ -146,10 +152,10 @@ class Engine:
         """Queue a request.
 
         Raises `ValueError` if the model or the pool cannot serve it, `Overloaded` if too many wait,
-        `RuntimeError` while the weights are not whole (`update_weights`).
+        `WeightsNotWhole` while the weights are not whole (`update_weights`).
         """
         if self._fault is not None:
-            raise RuntimeError(self._fault)
+            raise WeightsNotWhole(self._fault)
         self._check(request)
         root = root_hash(self.weights_version, request.cache_salt)
         sequence = Sequence(request=request, root=root, arrival=self._clock())
@@ -231,7 +237,7 @@ class Engine:
         If `apply` raises, the weights may be half of each: all replies end in an error with the
         next step, and requests are refused until another call succeeds.
         """
-        if version == self.weights_version:
+        if version == self.weights_version and self._fault is None:
             raise ValueError(f"version={version!r}: the engine has it already; give a new one")
         self._fault = (
             f"weights: the update from version {self.weights_version!r} to {version!r} failed half "
@@ -259,6 +265,8 @@ class Engine:
         """Keep no sequence alive that nobody waits for."""
         if self.is_idle:
             self.runner.rest()
+            if self.draft is not None:
+                self.draft.rest()
 
     def _drafts(self) -> dict[Sequence, list[int]]:
         """Guesses for the sequences that decode."""

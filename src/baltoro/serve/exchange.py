@@ -74,7 +74,10 @@ class Exchange:
         return found, None
 
     def _fetch(self, checkpoint: Checkpoint, budget: int) -> int:
-        """Fetch what the pool lacks of a checkpoint, at most `budget` pages; how many that were."""
+        """Fetch what the pool lacks of a checkpoint; how many pages that were.
+
+        At most `budget`, but a state comes whole.
+        """
         device, num_groups = self.device, self.config.num_state_groups
         pages = [device.index.get(key, 0) for key in checkpoint.kv_keys]
         num_missing = pages.count(0)

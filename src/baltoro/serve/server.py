@@ -31,7 +31,7 @@ from baltoro.serve.background import BackgroundEngine, EngineStopped
 from baltoro.serve.choices import Choices
 from baltoro.serve.document import ERRORS, RESPONSES, request_body
 from baltoro.serve.draft import SpeculationConfig
-from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.engine import Engine, EngineConfig, WeightsNotWhole
 from baltoro.serve.form import FormError
 from baltoro.serve.generate import described, load_for_text
 from baltoro.serve.grammar import Grammars
@@ -136,7 +136,7 @@ class Server:
             self.metrics.rejected["overloaded"] += 1
             wait_s = self._wait_s(error)
             raise ApiError(503, str(error), code="overloaded", retry_after=wait_s) from None
-        except EngineStopped as error:
+        except (EngineStopped, WeightsNotWhole) as error:
             self.metrics.rejected["stopped"] += 1
             raise ApiError(503, str(error), code="unavailable", retry_after=5) from None
         except FormError as error:

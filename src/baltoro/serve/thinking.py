@@ -2,10 +2,12 @@
 
 A grammar that lets anything come until the cap, then nothing but the tags that end the think
 channel and open the response, then anything again; with another grammar inside it both hold. The
-tags are tokens of the reply like any other. A tag that the model has begun is not broken off, since
-it may be the end of its thinking. A think channel that is opened again is not capped.
+tags are tokens of the reply like any other. A tag of at most `MAX_TAG` tokens that the model has
+begun is not broken off, since it may be the end of its thinking; a character is not cut. A think
+channel that is opened again is not capped, nor one that ends in a tag without a separator.
 """
 
+import codecs
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BRIDGE = f"{CLOSE}think{SEP}{OPEN}response{SEP}"
-MAX_TAG = 16  # tokens after which a tag that does not end is text
-LEAVING = {CLOSE: {"think", "response", "message"}, OPEN: {"response", "tools", "message"}}
+MAX_TAG = 48  # tokens after which a tag that does not end is text
+LEAVING = {CLOSE: {"think", "response", "message"}, OPEN: {"response", "tools", "message", "call"}}
 
 
 class ThinkingCap:
@@ -42,6 +44,7 @@ class Place(NamedTuple):
     tag: tuple[int, ...] = ()  # the tag that is being written, from its marker on
     num_tagged: int = 0  # tokens of it and of tags before it that did not end
     has_left: bool = False  # whether the think channel has ended
+    cut: bytes = b""  # the beginning of a character whose end has not come
 
 
 class CappedReply:
@@ -96,7 +99,8 @@ class CappedReply:
         place = self._places[-1]
         if place.has_left:
             return None
-        is_capped = len(self._places) - 1 >= self._cap.max_tokens and not place.tag
+        is_within = bool(place.tag or place.cut)
+        is_capped = len(self._places) - 1 >= self._cap.max_tokens and not is_within
         if place.num_bridged or is_capped:
             return self._cap.bridge[place.num_bridged]
         return None
@@ -112,7 +116,8 @@ class CappedReply:
         if token_id in self._names:
             return Place(tag=(token_id,), num_tagged=place.num_tagged + 1)
         if not place.tag:
-            return place
+            text = place.cut + self._cap.tokenizer.token_bytes(token_id)
+            return place._replace(cut=_cut_off(text))
         if token_id == self._sep:
             return Place(has_left=self._name(place.tag[1:]) in self._names[place.tag[0]])
         return Place(tag=(*place.tag, token_id), num_tagged=place.num_tagged + 1)
@@ -120,3 +125,10 @@ class CappedReply:
     def _name(self, ids: Sequence[int]) -> str:
         text = b"".join(map(self._cap.tokenizer.token_bytes, ids)).decode(errors="replace")
         return text.partition(" ")[0]
+
+
+def _cut_off(text: bytes) -> bytes:
+    """What `text` ends with of a character of UTF-8 that is not whole."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(text)
+    return decoder.getstate()[0]

@@ -63,7 +63,7 @@ def backward_shape(num_sources: int, width: int) -> RingShape | None:
 def num_multiprocessors(device: int) -> int:
     """Of a device whose multiprocessors have Hopper's shared memory; 0 of another."""
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count if properties.major >= 9 else 0
+    return properties.multi_processor_count if properties.major in (9, 10) else 0
 
 
 @gluon.jit

@@ -88,4 +88,15 @@ def draw_tokens(logits: Tensor, scale: Tensor | None, noise: Noise | None, *, im
         raise ValueError(
             f"scale: expected fp32 [{num_rows}, 1], got {scale.dtype} {list(scale.shape)}"
         )
+    if noise is not None:
+        expected = (
+            ("is_drawn", noise.is_drawn, torch.bool, (num_rows, 1)),
+            ("seeds", noise.seeds, torch.int64, (num_rows,)),
+            ("steps", noise.steps, torch.int64, (num_rows,)),
+        )
+        for name, x, dtype, shape in expected:
+            if x.shape != shape or x.dtype != dtype:
+                raise ValueError(
+                    f"noise.{name}: expected {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}"
+                )
     return choose("draw_tokens", impl, _IMPLS)(logits, scale, noise)

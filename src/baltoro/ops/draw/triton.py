@@ -137,7 +137,10 @@ def draw_tokens(logits: Tensor, scale: Tensor | None, noise: Noise | None) -> tu
     ids = logits.new_empty(N, dtype=torch.int64)
     numbers = logits.new_empty((3, N), dtype=torch.float64)
     if N > 0:
-        is_drawn, seeds, steps = (None, None, None) if noise is None else noise
+        scale = None if scale is None else scale.contiguous()
+        is_drawn, seeds, steps = (
+            (None, None, None) if noise is None else [x.contiguous() for x in noise]
+        )
         part_kernel[(N, num_parts)](
             rows, scale, is_drawn, seeds, steps, floats[0], floats[1], best, floats[2], part_ids,
             is_finite, W, rows.stride(0), blocks_per_part,

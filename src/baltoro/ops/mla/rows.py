@@ -65,6 +65,10 @@ def append_rows(
             f"raw: expected {latents.dtype} [T, {width}] as latents hold, got {raw.dtype} "
             f"{list(raw.shape)}"
         )
+    if weight.dim() != 1 or len(weight) > width:
+        raise ValueError(
+            f"weight: {list(weight.shape)}; expected [R] with R of at most the row's {width}"
+        )
     for name, x in (("pages", pages), ("places", places)):
         if x.dtype != torch.int64 or x.shape != (num_tokens,):
             raise ValueError(
@@ -74,15 +78,17 @@ def append_rows(
 
 
 def sigmoid_gated(y: Tensor, gate_logits: Tensor, *, impl: str) -> Tensor:
-    """`y` `[T, H, V]` times the sigmoid of `gate_logits` `[T, H * V]`, in that shape."""
+    """`y` `[T, H, V]` times the sigmoid of `gate_logits` `[T, H * V]`, in that shape.
+
+    Kernels have no gradients: where they are enabled `torch` runs, whatever is named.
+    """
     if y.dim() != 3 or gate_logits.shape != (y.shape[0], y.shape[1] * y.shape[2]):
         raise ValueError(
             f"y {list(y.shape)}, gate_logits {list(gate_logits.shape)}: expected [T, H, V], "
             "[T, H * V]"
         )
-    if torch.is_grad_enabled():
-        impl = "torch"  # kernels have no gradients
-    return choose("sigmoid_gated", impl, _GATED)(y, gate_logits)
+    run = choose("sigmoid_gated", impl, _GATED)
+    return (_GATED["torch"] if torch.is_grad_enabled() else run)(y, gate_logits)
 
 
 def _next(

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..impl import ImplError
 from ..triton import cdiv, padded_width, refuse_unserved
 
 NUM_WARPS = 2
@@ -71,6 +72,9 @@ def next_rows(
     """`baltoro.ops.mla.rows.next_rows`, whose checks have passed."""
     integers = (torch.int32, torch.int64)
     refuse_unserved("next_rows", positions, steps, page_table, dtypes=integers)
+    if not positions.is_contiguous() or page_table.stride(1) != 1:
+        raise ImplError("next_rows: impl='triton' needs contiguous positions and table rows")
+    steps = steps.contiguous()
     num_rows = len(positions)
     pages, places = positions.new_empty(num_rows), positions.new_empty(num_rows)
     lengths = page_table.new_empty(num_rows)
@@ -87,7 +91,10 @@ def append_rows(
 ) -> None:
     """`baltoro.ops.mla.rows.append_rows`, whose checks have passed."""
     refuse_unserved("append_rows", raw, weight, latents)
+    if latents.stride(2) != 1:
+        raise ImplError("append_rows: impl='triton' needs latents whose rows are contiguous")
     raw = raw if raw.stride(1) == 1 else raw.contiguous()
+    pages, places = pages.contiguous(), places.contiguous()
     R, P = weight.shape[0], raw.shape[1] - weight.shape[0]
     if len(raw):
         append_kernel[(len(raw),)](

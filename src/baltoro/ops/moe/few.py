@@ -275,9 +275,10 @@ def moe_experts(
     """
     gate_up, gate_up_scale = _fields(gate_up)
     down, down_scale = _fields(down)
-    if not (gate_up.is_contiguous() and down.is_contiguous()):
+    scales = [scale for scale in (gate_up_scale, down_scale) if scale is not None]
+    if not all(tensor.is_contiguous() for tensor in (gate_up, down, *scales)):
         raise ImplError(
-            "moe_experts: impl='triton' needs contiguous weights of few tokens' experts"
+            "moe_experts: impl='triton' needs contiguous weights and scales for few tokens"
         )
     is_packed = gate_up_scale is not None
     num_experts, num_outputs = down.shape[:2]

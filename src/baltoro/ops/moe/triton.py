@@ -368,7 +368,8 @@ def choose_experts(
     if num_tokens:
         enqueue(
             choose_kernel, (cdiv(num_tokens, rows),),
-            logits, bias, scores, ids, weights, num_tokens, scaling, E=num_experts, A=num_active,
+            logits, None if bias is None else bias.contiguous(), scores, ids, weights, num_tokens,
+            scaling, E=num_experts, A=num_active,
             BE=padded_width(num_experts), BA=padded_width(num_active), R=rows,
             IS_SOFTMAX=is_softmax, IS_RENORMALIZED=is_renormalized, num_warps=num_warps,
         )  # fmt: skip

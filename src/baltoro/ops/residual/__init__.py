@@ -55,6 +55,7 @@ def normed_read(
     """
     if query is None and blocks:
         raise ValueError(f"query=None: {len(blocks)} blocks need one; give none or a query")
+    _check(blocks, partial_sum, pending, query, weight)
     is_plain = not torch.is_grad_enabled()
     if impl == "triton" and is_plain and (query is None or query.impl == "triton"):
         try:
@@ -77,3 +78,28 @@ def normed_read(
             impl=query.impl,
         )
     return ResidualRead(rms_norm(mixture, weight, eps=eps, impl=impl), mixture, partial_sum)
+
+
+def _check(
+    blocks: Sequence[Tensor],
+    partial_sum: Tensor,
+    pending: Tensor | None,
+    query: Query | None,
+    weight: Tensor,
+) -> None:
+    shape, dtype = partial_sum.shape, partial_sum.dtype
+    if len(shape) != 2:
+        raise ValueError(f"normed_read: partial_sum has shape {list(shape)}; expected [T, D]")
+    for block in blocks if pending is None else (*blocks, pending):
+        if block.shape != shape or block.dtype != dtype:
+            raise ValueError(
+                f"normed_read: a block or pending is {block.dtype} {list(block.shape)}; all must "
+                f"be {dtype} {list(shape)} as partial_sum is"
+            )
+    weights = [weight] if query is None else [weight, query.norm_weight, query.proj_weight]
+    for vector in weights:
+        if vector.shape != shape[1:]:
+            raise ValueError(
+                f"normed_read: a weight has shape {list(vector.shape)}; it must be [D] with "
+                f"D = {shape[1]}"
+            )
