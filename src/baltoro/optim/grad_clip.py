@@ -19,19 +19,22 @@ def clip_grad_norm_(grads: Iterable[Tensor], *, max_norm: float) -> Tensor:
     found = list(grads)
     if not found:
         return torch.zeros(())
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}  # lists of one dtype take one launch
-    for grad in found:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    norms = [
-        norm
-        for same in by_dtype.values()
-        for norm in torch._foreach_norm(same, 2, dtype=torch.float32)
-    ]
+    lists = by_dtype(found)
+    norms = [norm for same in lists for norm in torch._foreach_norm(same, 2, dtype=torch.float32)]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     factor = torch.where(norm.isfinite(), (max_norm / norm).clamp(max=1.0), 1.0)
-    for dtype, same in by_dtype.items():
-        torch._foreach_mul_(same, _rounded_down(factor) if dtype == torch.bfloat16 else factor)
+    for same in lists:
+        is_bf16 = same[0].dtype == torch.bfloat16
+        torch._foreach_mul_(same, _rounded_down(factor) if is_bf16 else factor)
     return norm
+
+
+def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors in lists of one dtype each: such a list takes one launch."""
+    lists: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault(tensor.dtype, []).append(tensor)
+    return list(lists.values())
 
 
 def _rounded_down(factor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baltoro.data.pack import PackedBatch
+from baltoro.optim.grad_clip import by_dtype
 
 
 class DeviceBatch(NamedTuple):
@@ -75,10 +76,7 @@ class StepGraphs:
         kept = self._gradients.get(self._kind(), {})
         for name, parameter in self._parameters.items():
             parameter.grad = kept.get(name)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for gradient in kept.values():
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
-        for same in by_dtype.values():
+        for same in by_dtype(kept.values()):
             torch._foreach_zero_(same)
 
     def run(self, run: Run, inputs: DeviceBatch, num_positions: int) -> Losses:
