@@ -17,7 +17,6 @@ over 1 %. What the budget of seconds leaves out is named.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import torch
 from provenance import commit_of
-from timing import Rates, both_ms
+from timing import Rates, both_ms, keep_rows
 from torch import Tensor
 
 from baltoro.ops.kda.decode import DecodeInputs, DecodeWeights, StatePool, decode_kda
@@ -215,17 +214,12 @@ def main() -> None:
     rates = Rates.measured()
     result = {**rates.head(commit), "rows": [], "left_out": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    for name, run in work(rates):
-        if arguments.only is not None and not name.startswith(arguments.only):
-            continue
-        if time.monotonic() - start > arguments.budget:
-            result["left_out"].append(name)
-            print(f"left out: {name}", flush=True)
-        else:
-            row = run()
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen = [
+        (name, run)
+        for name, run in work(rates)
+        if arguments.only is None or name.startswith(arguments.only)
+    ]
+    keep_rows(chosen, result, arguments.out, end=start + arguments.budget)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ see `decode.py`. What the budget leaves out is named.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import cache, partial
@@ -26,7 +25,7 @@ import decode
 import torch
 from kda import MIXED
 from provenance import commit_of
-from timing import Rates, eager_ms, graph_ms
+from timing import Rates, eager_ms, graph_ms, keep_rows
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -171,20 +170,12 @@ def main() -> None:
     rates = Rates.measured()
     result = {**rates.head(commit), "rows": [], "left_out": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    work = [("paged", sizes) for sizes in PAGED]
-    work += [("train", sizes) for sizes in (QUICK if arguments.quick else TRAINING)]
-    for name, sizes in work:
-        if time.monotonic() - start > arguments.budget:
-            result["left_out"].append(f"{name} {sizes}")
-            print(f"left out: {name} {sizes}", flush=True)
-        else:
-            if name == "paged":
-                row = decode.time_attention(rates, *sizes)
-            else:
-                row = time_training(rates, off, *sizes)
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    work = [(f"paged {sizes}", partial(decode.time_attention, rates, *sizes)) for sizes in PAGED]
+    work += [
+        (f"train {sizes}", partial(time_training, rates, off, *sizes))
+        for sizes in (QUICK if arguments.quick else TRAINING)
+    ]
+    keep_rows(work, result, arguments.out, end=start + arguments.budget)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ in fp64, and nothing is reported if one is off by over 1 %. What the budget leav
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +22,7 @@ from pathlib import Path
 
 import torch
 from provenance import commit_of
-from timing import Rates, both_ms
+from timing import Rates, both_ms, keep_rows
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -205,20 +204,12 @@ def main() -> None:
     result = {**rates.head(commit), "rows": [], "left_out": []}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     work = [
-        ("experts", sizes, time_training)
+        (f"experts {sizes}", partial(time_training, rates, *sizes))
         for sizes in TRAINING
         if not arguments.quick or sizes[2] <= 64
     ]
-    work += [("mxfp4", sizes, time_decoding) for sizes in DECODING]
-    for name, sizes, run in work:
-        if time.monotonic() - start > arguments.budget:
-            result["left_out"].append(f"{name} {sizes}")
-            print(f"left out: {name} {sizes}", flush=True)
-        else:
-            row = run(rates, *sizes)
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    work += [(f"mxfp4 {sizes}", partial(time_decoding, rates, *sizes)) for sizes in DECODING]
+    keep_rows(work, result, arguments.out, end=start + arguments.budget)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,36 @@
 CUDA graph of it; `host` the time a call keeps Python busy. The cache is flushed before each call.
 """
 
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 
 Call = Callable[[], object]
+
+
+def keep_rows(
+    work: Iterable[tuple[str, Call]], result: dict[str, Any], out: Path, *, end: float
+) -> None:
+    """Put the rows of named calls into `result["rows"]` and the file, one after another.
+
+    What would begin after `end` (of `time.monotonic`) is named in `result["left_out"]`.
+    """
+    for name, run in work:
+        if time.monotonic() > end:
+            result["left_out"].append(name)
+            print(f"left out: {name}", flush=True)
+        else:
+            row = run()
+            result["rows"].append(row)
+            print(json.dumps(row), flush=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def eager_ms(run: Call, repeats: int = 21) -> float:
