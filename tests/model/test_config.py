@@ -124,7 +124,7 @@ def test_what_the_kernels_do_not_serve_runs_on_torch_and_says_why(
         ("mla/flash.py", "_MAX_DIM", "MAX_FLASH_DIM"),
         ("mla/triton.py", "MAX_RANK", "MAX_LATENT_RANK"),
         ("mla/triton.py", "MAX_SHARED", "MAX_SHARED_DIM"),
-        ("moe/triton.py", "MAX_EXPERTS", "MAX_EXPERTS"),
+        ("moe/pairs.py", "MAX_EXPERTS", "MAX_EXPERTS"),
         ("moe/grouped.py", "WIDTH_UNIT", "EXPERT_WIDTH_UNIT"),
     ],
 )

@@ -7,8 +7,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from ops.hopper import resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 
-from baltoro.ops.moe import few
-from baltoro.ops.moe import triton as kernels
+from baltoro.ops.moe import few, pairs
 from baltoro.ops.triton import padded_width
 
 pytestmark = pytest.mark.slow
@@ -19,13 +18,12 @@ INTERPRETED = """
 import warnings
 
 warnings.simplefilter("ignore")
-from baltoro.ops.moe import triton as kernels
+from baltoro.ops.moe import pairs
 from ops.harness import poisoned_memory
-from ops.test_moe_triton import (
-    check_choice, check_choice_gradients, check_gated_unit, check_sort
-)
+from ops.test_moe_pairs import check_choice, check_choice_gradients, check_sort
+from ops.test_moe_pieces import check_gated_unit
 
-kernels.MAX_SORTED = 300
+pairs.MAX_SORTED = 300
 for num_tokens in (1, 7, 33):
     for sizes in ((8, 2), (64, 6), (6, 3)):
         with poisoned_memory():
@@ -68,14 +66,14 @@ def test_the_experts_of_few_tokens_are_exact_in_the_interpreter():
 @pytest.mark.parametrize("is_softmax", [False, True])
 @pytest.mark.parametrize(("num_experts", "num_active"), SIZES)
 def test_the_choice_compiles_without_lost_registers(num_experts, num_active, is_softmax, bias):
-    rows, num_warps = kernels.choice_shape(num_experts)
+    rows, num_warps = pairs.choice_shape(num_experts)
     arguments = {
         "logits": "*fp32", "bias": bias, "scores": "*fp32", "ids": "*i64", "weights": "*fp32",
         "num_tokens": "i32", "scaling": "fp32", "E": num_experts, "A": num_active,
         "BE": padded_width(num_experts), "BA": padded_width(num_active), "R": rows,
         "IS_SOFTMAX": is_softmax, "IS_RENORMALIZED": True,
     }  # fmt: skip
-    assert resources(kernels.choose_kernel, arguments, num_warps).stack_bytes == 0
+    assert resources(pairs.choose_kernel, arguments, num_warps).stack_bytes == 0
 
 
 @pytest.mark.parametrize("is_softmax", [False, True])
@@ -83,14 +81,14 @@ def test_the_choice_compiles_without_lost_registers(num_experts, num_active, is_
 def test_the_gradient_of_the_choice_compiles_without_lost_registers(
     num_experts, num_active, is_softmax
 ):
-    rows, num_warps = kernels.choice_shape(num_experts)
+    rows, num_warps = pairs.choice_shape(num_experts)
     arguments = {
         "scores": "*fp32", "ids": "*i64", "d_scores": "*fp32", "d_weights": "*fp32",
         "d_logits": "*fp32", "num_tokens": "i32", "scaling": "fp32", "E": num_experts,
         "A": num_active, "BE": padded_width(num_experts), "BA": padded_width(num_active),
         "R": rows, "IS_SOFTMAX": is_softmax, "IS_RENORMALIZED": True,
     }  # fmt: skip
-    assert resources(kernels.choose_backward_kernel, arguments, num_warps).stack_bytes == 0
+    assert resources(pairs.choose_backward_kernel, arguments, num_warps).stack_bytes == 0
 
 
 @pytest.mark.parametrize(("num_experts", "num_active"), SIZES)
@@ -98,7 +96,7 @@ def test_the_order_of_many_compiles_without_lost_registers(num_experts, num_acti
     padded = max(32, padded_width(num_experts))
     counting = {
         "ids": "*i64", "counts": "*i32", "num_pairs": "i32", "E": num_experts, "BE": padded,
-        "B": kernels.counted(num_experts),
+        "B": pairs.counted(num_experts),
     }  # fmt: skip
     first = {
         "counts": "*i32", "firsts": "*i32", "stops": "*i32", "num_blocks": "i32",
@@ -106,25 +104,22 @@ def test_the_order_of_many_compiles_without_lost_registers(num_experts, num_acti
     }  # fmt: skip
     placing = {
         "ids": "*i64", "firsts": "*i32", "token": "*i64", "pair": "*i64", "row": "*i64",
-        "num_pairs": "i32", "E": num_experts, "A": num_active, "B": kernels.counted(num_experts),
-        "C": kernels.COMPARED,
+        "num_pairs": "i32", "E": num_experts, "A": num_active, "B": pairs.counted(num_experts),
+        "C": pairs.COMPARED,
     }  # fmt: skip
-    assert resources(kernels.count_kernel, counting, kernels.WARPS).stack_bytes == 0
-    assert resources(kernels.first_kernel, first, 2 * kernels.WARPS).stack_bytes == 0
-    assert (
-        resources(kernels.place_kernel, placing, kernels.counted(num_experts) // 64).stack_bytes
-        == 0
-    )
+    assert resources(pairs.count_kernel, counting, pairs.WARPS).stack_bytes == 0
+    assert resources(pairs.first_kernel, first, 2 * pairs.WARPS).stack_bytes == 0
+    assert resources(pairs.place_kernel, placing, pairs.counted(num_experts) // 64).stack_bytes == 0
 
 
 @pytest.mark.parametrize("num_pairs", [16, 256, 1000, 8000])
 def test_the_order_compiles_without_lost_registers(num_pairs):
-    shape = kernels.sort_shape(num_pairs)
+    shape = pairs.sort_shape(num_pairs)
     arguments = {
         "ids": "*i64", "token": None, "pair": "*i64", "row": None, "stops": None,
         "slots": "*i32", "num_pairs": "i32", "A": 6, "B": shape["B"], "N": 16,
     }  # fmt: skip
-    assert resources(kernels.sort_kernel, arguments, shape["num_warps"]).stack_bytes == 0
+    assert resources(pairs.sort_kernel, arguments, shape["num_warps"]).stack_bytes == 0
 
 
 @pytest.mark.parametrize("num_pairs", [1, 100, 300, 600, 1500, 6000])

@@ -22,9 +22,10 @@ from torch import Tensor
 from triton import knobs
 
 from baltoro.ops.impl import ImplError
-from baltoro.ops.moe import triton as moe
+from baltoro.ops.moe import pieces
+from baltoro.ops.moe.pairs import sort_slots
+from baltoro.ops.moe.pieces import glu_parts
 from baltoro.ops.moe.shared import Glu
-from baltoro.ops.moe.triton import glu_parts
 from baltoro.ops.mxfp4 import GROUP_SIZE, Mxfp4Tensor
 from baltoro.ops.triton import cdiv, enqueue
 
@@ -293,22 +294,22 @@ def moe_experts(
     first, second = shapes or (tile_of(num_pairs, num_experts, is_packed, is_single),) * 2
     pair, slots, num_slots = None, None, num_pairs
     if not is_single:
-        pair, slots = moe.sort_slots(ids, num_experts, first.tokens)
+        pair, slots = sort_slots(ids, num_experts, first.tokens)
         num_slots = slots.shape[0]
     act = x.new_empty((num_pairs, width))
     y = x.new_empty((num_pairs, num_outputs))
     form = {"IS_PACKED": is_packed, "IS_SINGLE": is_single, "IS_PLAIN": knobs.runtime.interpret}
     enqueue(
         gate_up_kernel, (cdiv(2 * width, first.rows), num_slots),
-        x, gate_up, gate_up_scale, ids, pair, slots, act, x.stride(0), *moe.caps(glu),
-        A=num_active, Z=num_outputs, F=width, **moe.kind(glu, x.dtype), **form, **_sizes(first),
+        x, gate_up, gate_up_scale, ids, pair, slots, act, x.stride(0), *pieces.caps(glu),
+        A=num_active, Z=num_outputs, F=width, **pieces.kind(glu, x.dtype), **form, **_sizes(first),
     )  # fmt: skip
     enqueue(
         down_kernel, (cdiv(num_outputs, second.rows), num_slots),
         act, down, down_scale, ids, pair, slots, y, F=width, Z=num_outputs,
         **form, **_sizes(second),
     )  # fmt: skip
-    return moe.combine(y, None, weights.contiguous(), is_weighted=True)
+    return pieces.combine(y, None, weights.contiguous(), is_weighted=True)
 
 
 def _fields(weight: Tensor | Mxfp4Tensor) -> tuple[Tensor, Tensor | None]:

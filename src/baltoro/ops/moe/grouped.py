@@ -70,19 +70,20 @@ def moe_experts_triton(
 ) -> Tensor:
     _check("triton", x, gate_up_proj, down_proj)
     try:
-        from . import few, triton
+        from ..triton import refuse_unserved
+        from . import few, pairs, pieces
     except ModuleNotFoundError as error:
         raise ImplError(f"moe_experts: impl='triton' needs triton ({error})") from error
-    triton.refuse_unserved("moe_experts", x, weights, gate_up_proj, down_proj)
+    refuse_unserved("moe_experts", x, weights, gate_up_proj, down_proj)
     is_few = expert_ids.numel() <= few.MAX_MEAN_TOKENS * gate_up_proj.shape[0]
     if is_few and not torch.is_grad_enabled():
         return few.moe_experts(x, expert_ids, weights, gate_up_proj, down_proj, glu)
 
     def plan(expert_ids: Tensor, num_experts: int) -> _Plan:
-        return _Plan(*triton.sort(expert_ids.contiguous(), num_experts))
+        return _Plan(*pairs.sort(expert_ids.contiguous(), num_experts))
 
-    pieces = Pieces(triton.gather, triton.activate, triton.activate_backward, triton.combine, plan)
-    return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, pieces)
+    made = Pieces(pieces.gather, pieces.activate, pieces.activate_backward, pieces.combine, plan)
+    return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, made)
 
 
 def moe_experts_mxfp4(
@@ -98,10 +99,11 @@ def moe_experts_mxfp4(
             f"moe_experts_mxfp4: impl='triton' serves bf16, not {x.dtype}; use impl='torch'"
         )
     try:
-        from . import few, triton
+        from ..triton import refuse_unserved
+        from . import few
     except ModuleNotFoundError as error:
         raise ImplError(f"moe_experts_mxfp4: impl='triton' needs triton ({error})") from error
-    triton.refuse_unserved("moe_experts_mxfp4", x, weights)
+    refuse_unserved("moe_experts_mxfp4", x, weights)
     return few.moe_experts(x, expert_ids, weights, gate_up, down, glu)
 
 

@@ -138,13 +138,14 @@ def _route_triton(
     logits: Tensor, bias: Tensor | None, num_active: int, law: _Law, has_score_gradient: bool
 ) -> Routing:
     try:
-        from . import triton
+        from ..triton import refuse_unserved
+        from . import pairs
     except ModuleNotFoundError as error:
         raise ImplError(f"route: impl='triton' needs triton ({error})") from error
-    triton.refuse_unserved("route", logits)
+    refuse_unserved("route", logits)
     if not torch.is_grad_enabled() or not logits.requires_grad:
-        return Routing(*triton.choose_experts(logits, bias, num_active, *law))
-    kernels = (triton.choose_experts, triton.choose_backward)
+        return Routing(*pairs.choose_experts(logits, bias, num_active, *law))
+    kernels = (pairs.choose_experts, pairs.choose_backward)
     return Routing(*_Choice.apply(logits, bias, num_active, law, has_score_gradient, kernels))
 
 
