@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from serve.test_runner import LINEAR, TINY, alone, engine, ids, request, written
 
 from baltoro.model.config import ModelConfig, gpu_impl
@@ -12,6 +14,7 @@ from baltoro.model.model import Model
 from baltoro.model.presets import preset
 from baltoro.serve import prefill
 from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.metrics import Metrics
 from baltoro.serve.scheduler import SchedulerConfig
 
 
@@ -23,12 +26,15 @@ def test_prompts_in_fixed_rows_are_read_as_by_separate_calls(
     monkeypatch.setattr(prefill, "FEW_SEQUENCES", 2)
     served = engine("resident", model, max_step_tokens=200)
     packs = served.runner.packs
-    assert packs is not None and packs.sizes == (64, 128)
+    assert packs is not None
+    assert [shape.num_rows for shape in packs.shapes] == [64, 128, 256, 224, 192]
     sizes = []
     run = packs.run
 
     def watched(spans, tokens_of):  # type: ignore[no-untyped-def]
-        sizes.append((packs.size_of(spans), [span.cut is not None for span in spans]))
+        shape = packs.shape_of(spans)
+        assert shape is not None
+        sizes.append((shape.num_rows, [span.cut is not None for span in spans]))
         return run(spans, tokens_of)
 
     packs.run = watched  # type: ignore[method-assign]
@@ -46,6 +52,43 @@ def test_prompts_in_fixed_rows_are_read_as_by_separate_calls(
     assert any(all(cuts) for _, cuts in sizes) and any(not all(cuts) for _, cuts in sizes)
     assert {len(cuts) for size, cuts in sizes if size == 64} == {1, 2}
     assert any(len(cuts) > 2 for size, cuts in sizes if size == 128)
+
+
+@given(st.integers(1, 20000), st.sampled_from([16, 64, 512]), st.data())
+def test_a_step_that_is_within_its_limits_has_a_pack(
+    limit: int, unit: int, data: st.DataObject
+) -> None:
+    found = prefill.shapes(limit, unit, has_cuts=True)
+    most = min(limit, prefill.SIZES[-1])
+    behind = data.draw(st.integers(0, min(most // 2, found[-1].num_sequences * unit)))
+    before = data.draw(st.integers(behind, most - behind))
+    assert any(before <= shape.num_rows and behind <= shape.num_tail_rows for shape in found)
+    assert all(shape.num_rows + shape.num_tail_rows < 1.3 * most + 2 * unit + 64 for shape in found)
+
+
+def test_many_prompts_with_cuts_are_read_in_one_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill, "FEW_SEQUENCES", prefill.MAX_SEQUENCES)
+    served = engine("resident", max_step_tokens=256, max_running=32, pool_tokens=4000)
+    wanted = [request(ids(7, seed), 1) for seed in range(32)]  # of each, 3 behind the cut
+    for sequence, one in zip(served.generate(wanted), wanted, strict=True):
+        assert written(sequence) == written(alone(TINY, one))
+    assert not served.runner.missed_steps
+
+
+def test_prompts_without_a_pack_are_counted_by_what_they_lack(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill, "FEW_SEQUENCES", 2)
+    monkeypatch.setattr(prefill, "SIZES", (64,))
+    served = engine("resident", max_step_tokens=200)
+    served.generate(request(ids(5, seed), 1) for seed in range(3))
+    served.generate([request(ids(100), 1)])
+    assert served.runner.missed_tokens == {"sequences": 15, "rows": 96}  # a block less
+    served.generate([request(ids(60), 1)])
+    assert served.runner.missed_steps == {"sequences": 1, "rows": 1}
+    text = Metrics().text(served)
+    assert 'baltoro:unpacked_prefill_steps{reason="rows"} 1' in text
+    assert 'baltoro:unpacked_prefill_tokens{reason="sequences"} 15' in text
 
 
 def gaps_to_a_forward_pass(model: Model, served: Engine) -> list[float]:

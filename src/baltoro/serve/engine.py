@@ -138,7 +138,7 @@ class Engine:
         if config.decode == "resident":
             limits = config.scheduler
             batch = ResidentBatch(model, pool, limits.max_running)
-            packs = PrefillBatch(model, pool, limits.max_step_tokens, has_cuts=config.is_caching)
+            packs = PrefillBatch(model, pool, limits.num_prefill_tokens, has_cuts=config.is_caching)
         self.runner = Runner(model, pool, batch, packs)
         self._clock = clock
         self._num_wrong = 0  # drafted tokens since the last right one

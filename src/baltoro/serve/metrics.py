@@ -79,10 +79,13 @@ class Metrics:
             ("vllm:admission_rejections", "reason", self.rejected),
             ("baltoro:malformed_replies", "problem", self.problems),
             ("baltoro:ended_sequences", "reason", engine.stats.finished),
+            # prompts outside the packs of fixed rows, which on a GPU are graphs
+            ("baltoro:unpacked_prefill_steps", "reason", engine.runner.missed_steps),
+            ("baltoro:unpacked_prefill_tokens", "reason", engine.runner.missed_tokens),
             (
                 "vllm:spec_decode_num_accepted_tokens_per_pos",
                 "position",
-                {str(place): count for place, count in engine.stats.accepted_at.items()},
+                engine.stats.accepted_at,
             ),
         )
         for name, label, counts in labelled:

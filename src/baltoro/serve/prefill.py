@@ -1,11 +1,11 @@
 """Prefill with its inputs at fixed places on the device, as CUDA graphs that pause at attention.
 
 A prompt's kernels are short and hundreds, so that a host which launches them one by one takes
-longer than the device. Here the new tokens of a few sequences lie in a pack of a fixed number of
-rows: `size` rows for those before cuts, and some for those behind them (`pack`). Rows that
-nobody uses belong to one more sequence, in page 0, which is nobody's. All between two attentions
-is one graph; attention itself, whose keys are as many as the sequences are long, is launched by
-the host in between. On a CPU the same rows go through the same call, without graphs.
+longer than the device. Here the new tokens of a few sequences lie in a pack of fixed rows: some
+for those before cuts, and some for those behind them (`pack`). Rows that nobody uses belong to one
+more sequence, in page 0, which is nobody's. All between two attentions is one graph; attention
+itself, whose keys are as many as the sequences are long, is launched by the host in between. On a
+CPU the same rows go through the same call, without graphs.
 
 G is the groups of KDA layers that share a page.
 """
@@ -35,9 +35,40 @@ SIZES = (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 163
 OPERATORS = ("kda", "short_conv", "moe")  # of a prefill that may look at values
 
 
-def max_sequences(size: int) -> int:
-    """The most sequences of a pack of `size` rows."""
-    return MAX_SEQUENCES if size >= LONG else FEW_SEQUENCES
+class Shape(NamedTuple):
+    """How many rows and sequences a pack has room for."""
+
+    num_rows: int  # of tokens before cuts
+    num_tail_rows: int  # behind cuts
+    num_sequences: int
+
+    def holds(self, spans: Sequence[Span]) -> bool:
+        """Whether there is room for them."""
+        before, behind = _num_rows(spans)
+        has_rows = before <= self.num_rows and behind <= self.num_tail_rows
+        return has_rows and len(spans) <= self.num_sequences
+
+
+def shapes(max_tokens: int, hash_block: int, *, has_cuts: bool) -> tuple[Shape, ...]:
+    """Packs for steps of up to `max_tokens` new tokens, in the order in which they are tried.
+
+    An eighth of a pack is behind cuts, and a hash block at least. Of the largest there are two
+    more, of a quarter and of a half: a sequence has about as many tokens behind its cut as before
+    it at most, since its slices begin at boundaries.
+    """
+    limit = min(max_tokens, SIZES[-1])
+    sizes = [size for size in SIZES if size < limit] + [-(-limit // SIZES[0]) * SIZES[0]]
+    found = []
+    for size in sizes:
+        num_sequences = MAX_SEQUENCES if size >= LONG else FEW_SEQUENCES
+        most = min(size // 2, num_sequences * hash_block)
+        room = max(hash_block, min(most, size // 8)) if has_cuts else 0
+        found.append(Shape(size, room, num_sequences))
+        while has_cuts and size == sizes[-1] and room < most:
+            # what is behind cuts beyond the former room is not before them
+            before, room = size - room, min(most, 2 * room)
+            found.append(Shape(before, room, num_sequences))
+    return tuple(found)
 
 
 class Prefilled(NamedTuple):
@@ -73,14 +104,13 @@ class _Recorder:
 class _FixedCache(PagedCache):
     """The pages of whatever pack lies in a batch's first rows."""
 
-    def __init__(self, batch: "PrefillBatch", size: int) -> None:
+    def __init__(self, batch: "PrefillBatch", shape: Shape) -> None:
         self.form = "prefill"
         self._pool = batch.pool
         self._batch = batch
-        self.size = size
-        self.num_rows = size + batch.num_tail_rows(size)
-        regions = [slice(0, size), slice(size, self.num_rows)]
-        num_sequences = max_sequences(size)
+        self.num_rows = shape.num_rows + shape.num_tail_rows
+        regions = [slice(0, shape.num_rows), slice(shape.num_rows, self.num_rows)]
+        num_sequences = shape.num_sequences
         bounds, states = (
             batch.bounds[:, : num_sequences + 2],
             batch.states[..., : num_sequences + 1],
@@ -123,13 +153,12 @@ class PrefillBatch:
         device = pool.pages.device
         self.model = model
         self.pool = pool
-        self.sizes = tuple(size for size in SIZES if size <= max_tokens)
+        self.shapes = shapes(max_tokens, pool.layout.hash_block, has_cuts=has_cuts)
         waits = waiting_operators(model.config, OPERATORS)
         if waits and device.type == "cuda":
             logger.warning("prefill: no graphs, since %s waits for the host", ", ".join(waits))
-            self.sizes = ()
-        self._has_cuts = has_cuts
-        num_rows = max((size + self.num_tail_rows(size) for size in self.sizes), default=0)
+            self.shapes = ()
+        num_rows = max((shape.num_rows + shape.num_tail_rows for shape in self.shapes), default=0)
         num_groups = len(pool.layout.state_groups)
         self.tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.places = torch.zeros((2, num_rows), dtype=torch.int64, device=device)
@@ -140,22 +169,20 @@ class PrefillBatch:
         self.is_ready = False  # to be run
         self.live: PagedCache | None = None  # the pack itself, for attention
         self.order_T: Tensor | None = None
-        self._caches = {size: _FixedCache(self, size) for size in self.sizes}
+        self._caches = {shape: _FixedCache(self, shape) for shape in self.shapes}
 
-    def num_tail_rows(self, size: int) -> int:
-        """Rows behind cuts, in a pack of `size` before them."""
-        unit = self.pool.layout.hash_block
-        return max(unit, min(max_sequences(size) * unit, size // 8)) if self._has_cuts else 0
+    def shape_of(self, spans: Sequence[Span]) -> Shape | None:
+        """The first shape that has room for them, if any."""
+        return next((shape for shape in self.shapes if shape.holds(spans)), None)
 
-    def size_of(self, spans: Sequence[Span]) -> int | None:
-        """The smallest size that has room for them, if any."""
-        behind = sum(span.stop - span.cut[0] for span in spans if span.cut is not None)
-        before = sum(span.stop - span.start for span in spans) - behind
-        for size in self.sizes:
-            has_room = before <= size and behind <= self.num_tail_rows(size)
-            if has_room and len(spans) <= max_sequences(size):
-                return size
-        return None
+    def lacking(self, spans: Sequence[Span]) -> str:
+        """What there is not enough of for those that have no shape."""
+        if not self.shapes:
+            return "graphs"
+        if len(spans) > max(shape.num_sequences for shape in self.shapes):
+            return "sequences"
+        before, _ = _num_rows(spans)
+        return "rows" if before > max(shape.num_rows for shape in self.shapes) else "tails"
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -168,9 +195,10 @@ class PrefillBatch:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for size in reversed(self.sizes):  # the largest first: others fit into its memory
-                cache = self._caches[size] = _FixedCache(self, size)
-                self._place(size, [_nobody(self.pool, size)], lambda p: [0] * (p.stop - p.start))
+            for shape in reversed(self.shapes):  # the largest first: others fit into its memory
+                cache = self._caches[shape] = _FixedCache(self, shape)
+                nobody = _nobody(self.pool, shape.num_rows)
+                self._place(shape, [nobody], lambda piece: [0] * (piece.stop - piece.start))
                 self._compute(cache)  # kernels are built
                 cache.recorder = _Recorder(pool)
                 with forked(self.model, device):
@@ -182,11 +210,11 @@ class PrefillBatch:
 
     @torch.inference_mode()
     def run(self, spans: Sequence[Span], tokens_of: Callable[[Piece], Sequence[int]]) -> Prefilled:
-        """Compute the new tokens of sequences that have a size."""
-        size = self.size_of(spans)
-        assert size is not None
-        cache = self._caches[size]
-        ends = self._place(size, spans, tokens_of)
+        """Compute the new tokens of sequences that have a shape."""
+        shape = self.shape_of(spans)
+        assert shape is not None
+        cache = self._caches[shape]
+        ends = self._place(shape, spans, tokens_of)
         for step in cache.steps:
             step()
         hidden = cache.hidden if cache.steps else self._compute(cache)
@@ -199,20 +227,19 @@ class PrefillBatch:
 
     def _place(
         self,
-        size: int,
+        shape: Shape,
         spans: Sequence[Span],
         tokens_of: Callable[[Piece], Sequence[int]],
     ) -> list[int]:
         """Put a pack into the rows; where each sequence ends."""
         device = self.pool.pages.device
-        num_tail_rows = self.num_tail_rows(size)
-        num_rows = size + num_tail_rows
-        pack = packed(spans, self.pool.layout.page_size, tail_row=size)
+        num_rows = shape.num_rows + shape.num_tail_rows
+        pack = packed(spans, self.pool.layout.page_size, tail_row=shape.num_rows)
         rows = np.zeros((3, num_rows), np.int64)
-        num_sequences = max_sequences(size)
+        num_sequences = shape.num_sequences
         bounds = np.zeros((2, num_sequences + 2), np.int64)
         states = np.zeros((*self.states.shape[:-1], num_sequences + 1), np.int64)
-        bounds[:, -1] = size, num_tail_rows
+        bounds[:, -1] = shape.num_rows, shape.num_tail_rows
         ids, ends = list[int](), [0] * len(spans)
         for part, pieces in enumerate(pack.pieces):
             counts = [piece.stop - piece.start for piece in pieces]
@@ -236,9 +263,15 @@ class PrefillBatch:
         return ends
 
 
-def _nobody(pool: PagePool, size: int) -> Span:
+def _num_rows(spans: Sequence[Span]) -> tuple[int, int]:
+    """Of tokens before cuts, and behind them."""
+    behind = sum(span.stop - span.cut[0] for span in spans if span.cut is not None)
+    return sum(span.stop - span.start for span in spans) - behind, behind
+
+
+def _nobody(pool: PagePool, num_tokens: int) -> Span:
     """A sequence in page 0."""
-    pages = -(-size // pool.layout.page_size)
+    pages = -(-num_tokens // pool.layout.page_size)
     table = Table(
         kv_pages=[0] * pages,
         state_pages=(0,) * len(pool.layout.state_groups),
@@ -247,4 +280,4 @@ def _nobody(pool: PagePool, size: int) -> Span:
         is_cacheable=False,
         last_kept=0,
     )
-    return Span(table, 0, size)
+    return Span(table, 0, num_tokens)

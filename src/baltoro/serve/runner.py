@@ -11,6 +11,7 @@ drawn, the next step's are computed from where they lie on the device, and only 
 read the former. What was computed ahead for a sequence that ended or lost its pages is dropped.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Series
 from itertools import accumulate
 from typing import NamedTuple
@@ -63,6 +64,9 @@ class Runner:
         # a model whose decode is kernels has its tokens drawn by one
         is_kernel = model.config.impl.attention_decode == "triton"
         self._draw_impl = "triton" if is_kernel else "torch"
+        # prefills that had no pack, by what there was too little of
+        self.missed_steps: Counter[str] = Counter()
+        self.missed_tokens: Counter[str] = Counter()
         self._ahead: DrawnTokens | None = None
         self._placed: list[tuple[Sequence, Table | None]] = []  # rows of the batch
         self._num_pages: list[int] = []  # of each
@@ -113,7 +117,7 @@ class Runner:
             )
             hidden.append(hidden_ND)
             mixtures.append(mixture_TD)
-        if plan.prefills and self._has_size(plan.prefills):
+        if plan.prefills and self._has_pack(plan.prefills):
             hidden.append(self._prefill(plan.prefills))
         elif plan.prefills:
             cache = PagedCache(self.pool, "prefill", _spans(plan.prefills))
@@ -241,10 +245,20 @@ class Runner:
         )
         self._num_pages = counts
 
-    def _has_size(self, works: Series[Work]) -> bool:
+    def _has_pack(self, works: Series[Work]) -> bool:
         """Whether the fixed rows have room for all of it; they have none for pictures."""
-        is_plain = all(work.sequence.request.image_features is None for work in works)
-        return is_plain and self.packs is not None and self.packs.size_of(_spans(works)) is not None
+        if self.packs is None:
+            return False
+        spans = _spans(works)
+        if any(work.sequence.request.image_features is not None for work in works):
+            reason = "pictures"
+        elif self.packs.shape_of(spans) is not None:
+            return True
+        else:
+            reason = self.packs.lacking(spans)
+        self.missed_steps[reason] += 1
+        self.missed_tokens[reason] += sum(work.end - work.start for work in works)
+        return False
 
     def _prefill(self, works: Series[Work]) -> Tensor:
         """Hidden states `[N, D]` of the rows to draw, from fixed rows."""
