@@ -1,5 +1,7 @@
 """The Triton kernels around the products without a GPU: interpreted, and compiled for Hopper."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -7,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 from ops.hopper import machine_code, resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
-from ops.pinned import shapes_of
+from ops.pinned import CPU, on_every_device, shapes_of
 
 from baltoro.ops import launch_table
 from baltoro.ops.attn_res import ring
@@ -74,16 +76,16 @@ def test_the_mixture_compiles_without_lost_registers(num_sources, width):
         "num_tokens": "i32", "tokens_per_program": "i32", "S": num_sources, "D": width,
         "BD": padded,
     }  # fmt: skip
-    forward_shape = attn_res.forward_shape(num_sources, padded)
-    backward_shape = attn_res.backward_shape(num_sources, padded)
     forward = {"out": "*bf16", "eps": "fp32", "IS_KEPT": True}
     backward = {"d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32"}
-    for kernel, others, shape in (
-        (attn_res.forward_kernel, forward, forward_shape),
-        (attn_res.backward_kernel, backward, backward_shape),
+    for kernel, others, shape_of in (
+        (attn_res.forward_kernel, forward, attn_res.forward_shape),
+        (attn_res.backward_kernel, backward, attn_res.backward_shape),
     ):
-        arguments = {**shared, **others, "AHEAD": shape.ahead, "IS_HELD": shape.is_held}
-        assert resources(kernel, arguments, shape.num_warps).stack_bytes <= MAX_STACK_BYTES
+        for shape in on_every_device(partial(shape_of, num_sources, padded)):
+            arguments = {**shared, **others, "AHEAD": shape.ahead, "IS_HELD": shape.is_held}
+            found = resources(kernel, arguments, shape.num_warps)
+            assert found.stack_bytes <= MAX_STACK_BYTES
 
 
 @pytest.mark.parametrize("weight", ["*bf16", "*fp32"])
@@ -101,24 +103,25 @@ def test_the_mixture_through_a_ring_fits_its_programs_into_a_multiprocessor(
     }  # fmt: skip
     forward = {"out": "*bf16", "eps": "fp32", "IS_KEPT": True}
     backward = {"d_sources": sources, "d_out": "*bf16", "d_query_parts": "*fp32"}
-    for kernel, others, shape in (
-        (ring.ring_forward_kernel, forward, ring.forward_shape(width)),
-        (ring.ring_backward_kernel, backward, ring.backward_shape(num_sources, width)),
+    for kernel, others, shape_of in (
+        (ring.ring_forward_kernel, forward, partial(ring.forward_shape, width)),
+        (ring.ring_backward_kernel, backward, partial(ring.backward_shape, num_sources, width)),
     ):
-        arguments = {**shared, **others, "P": shape.pairs, "SLOTS": shape.slots}
-        if kernel is ring.ring_backward_kernel:
-            arguments["GROUP"] = shape.group
-        found = resources(kernel, arguments, shape.num_warps)
-        assert found.stack_bytes <= MAX_STACK_BYTES
-        assert shape.programs * (found.shared_bytes + 1024) <= 228 * 1024
-        registers = -(-found.registers // 8) * 8 * 32 * shape.num_warps
-        assert shape.programs * registers <= 65536
+        for shape in on_every_device(shape_of):
+            arguments = {**shared, **others, "P": shape.pairs, "SLOTS": shape.slots}
+            if kernel is ring.ring_backward_kernel:
+                arguments["GROUP"] = shape.group
+            found = resources(kernel, arguments, shape.num_warps)
+            assert found.stack_bytes <= MAX_STACK_BYTES
+            assert shape.programs * (found.shared_bytes + 1024) <= 228 * 1024
+            registers = -(-found.registers // 8) * 8 * 32 * shape.num_warps
+            assert shape.programs * registers <= 65536
 
 
 def test_a_ring_is_refused_where_a_token_does_not_fit():
-    assert ring.backward_shape(12, 8192) is not None
-    assert ring.backward_shape(13, 8192) is None
-    assert ring.forward_shape(2**16) is None
+    assert ring.backward_shape(12, 8192, CPU) is not None
+    assert ring.backward_shape(13, 8192, CPU) is None
+    assert ring.forward_shape(2**16, CPU) is None
 
 
 @pytest.mark.parametrize("has_gate", [False, True])

@@ -8,11 +8,12 @@ what its own section lacks. `baltoro bench tune` measures and writes sections (`
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -24,10 +25,23 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float16: "fp16"}
 
 Launch = dict[str, int]
 Table = dict[str, dict[str, dict[str, Launch]]]  # section -> kernel -> class -> shape
+Result = TypeVar("Result")
+
+_forget: list[Callable[[], None]] = []  # what empties each cache of `derived`
 
 
 class LaunchTableError(ValueError):
     """The table lacks an entry or is not one."""
+
+
+def derived(function: Callable[..., Result]) -> Callable[..., Result]:
+    """`functools.cache` for what follows from the table: while a shape is tried, it is found anew.
+
+    A kernel on a path whose host time counts keeps so all that it reads from an entry.
+    """
+    kept = cache(function)
+    _forget.append(kept.cache_clear)
+    return kept
 
 
 def launch(kernel: str, shape_class: str, device: torch.device) -> Launch:
@@ -47,7 +61,7 @@ def section_of(device: torch.device) -> str:
     return f"sm_{major}{minor}"
 
 
-@cache
+@derived
 def _launch(kernel: str, shape_class: str, section: str) -> Launch:
     table = pinned()
     for name in (section, PORTABLE):
@@ -75,7 +89,7 @@ def trying(kernel: str, shape_class: str, section: str, shape: Launch) -> Iterat
     classes = pinned().setdefault(section, {}).setdefault(kernel, {})
     before = classes.get(shape_class)
     classes[shape_class] = shape
-    _launch.cache_clear()
+    forget()
     try:
         yield
     finally:
@@ -86,7 +100,13 @@ def trying(kernel: str, shape_class: str, section: str, shape: Launch) -> Iterat
                     del holder[name]
         else:
             classes[shape_class] = before
-        _launch.cache_clear()
+        forget()
+
+
+def forget() -> None:
+    """Let what was derived from the table be found anew; whoever changes `pinned()` calls it."""
+    for empty in _forget:
+        empty()
 
 
 def read(path: Path) -> Table:

@@ -15,9 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from ..launch_table import Launch, derived, launch
+
 LINE: gl.constexpr = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 SHARED_BYTES = 228 * 1024  # of a multiprocessor
 PROGRAM_BYTES = 2 * 1024  # of a program, for sums and what the device keeps there
+WIDTHS = (768, 1024, 2048, 4096)  # the widest rows of a class; one more is for wider ones
 
 
 class RingShape(NamedTuple):
@@ -30,33 +33,32 @@ class RingShape(NamedTuple):
     group: int  # rows whose sums go between threads at once
 
 
-def _shape(
-    num_warps: int, pairs: int, slots: int, most_programs: int, group: int, width: int
-) -> RingShape | None:
-    """With as many programs, up to some, as a multiprocessor has room for; None if it has none."""
+@derived
+def forward_shape(width: int, device: torch.device) -> RingShape | None:
+    """For rows of `width` numbers; None if a multiprocessor has no room for them."""
+    shape = launch("attn_res_ring_forward", _class_of(width), device)
+    return _fitted(shape, shape["slots"], 1, width)
+
+
+@derived
+def backward_shape(num_sources: int, width: int, device: torch.device) -> RingShape | None:
+    """The same; the slots are more than the rows of a token, by one at least."""
+    shape = launch("attn_res_ring_backward", _class_of(width), device)
+    slots = max(shape["slots"], num_sources + 1 + shape["spare"])
+    return _fitted(shape, slots, shape["group"], width)
+
+
+def _class_of(width: int) -> str:
+    return next((f"w{most}" for most in WIDTHS if width <= most), "wider")
+
+
+def _fitted(shape: Launch, slots: int, group: int, width: int) -> RingShape | None:
+    """With as many programs, up to the shape's, as a multiprocessor has room for."""
+    pairs = shape["pairs"]
     row_bytes = -(-width // (2 * pairs)) * pairs * 4
-    programs = min(most_programs, SHARED_BYTES // (slots * row_bytes + PROGRAM_BYTES))
-    return RingShape(num_warps, pairs, slots, programs, group) if programs > 0 else None
-
-
-@cache
-def forward_shape(width: int) -> RingShape | None:
-    """For rows of `width` numbers; the fastest of those timed on an H200."""
-    if width > 4096:
-        return _shape(4, 512, 7, 2, 1, width)
-    if width > 1024:
-        return _shape(4, 512, 9, 5 if width <= 2048 else 3, 1, width)
-    return _shape(1, 128, 6, 20 if width <= 768 else 14, 1, width)
-
-
-@cache
-def backward_shape(num_sources: int, width: int) -> RingShape | None:
-    """The same; the slots are more than the rows of a token."""
-    if width > 4096:
-        return _shape(8, 1024, max(14, num_sources + 2), 1, 3, width)
-    if width > 1024:
-        return _shape(4, 512, max(15 if width <= 2048 else 12, num_sources + 3), 3, 3, width)
-    return _shape(1, 128, num_sources + 3, 12 if width <= 768 else 10, 1, width)
+    room = SHARED_BYTES // (slots * row_bytes + PROGRAM_BYTES)
+    programs = min(shape["programs"], room)
+    return RingShape(shape["num_warps"], pairs, slots, programs, group) if programs > 0 else None
 
 
 @cache

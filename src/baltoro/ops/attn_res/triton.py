@@ -12,7 +12,6 @@ kernel sums the parts in a fixed order.
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..launch_table import derived, launch, width_class
 from ..triton import (
     add_pairs,
     as_operator,
@@ -177,28 +177,29 @@ def query_kernel(
 
 
 class Shape(NamedTuple):
-    """How programs take the rows of a token; the fastest of those timed on an H200."""
+    """How programs take the rows of a token."""
 
     num_warps: int
     ahead: int  # sources on their way
     is_held: bool
 
 
-@cache
-def forward_shape(num_sources: int, padded: int) -> Shape:
+def forward_shape(num_sources: int, padded: int, device: torch.device) -> Shape:
     """For `num_sources` rows of `padded` numbers."""
-    if padded <= 1024 and num_sources * padded <= 6144:
-        return Shape(1, num_sources, True)
-    return Shape(min(16, max(1, padded // 512)), min(num_sources, 2), False)
+    return _shape("attn_res_forward", num_sources, padded, device)
 
 
-@cache
-def backward_shape(num_sources: int, padded: int) -> Shape:
+def backward_shape(num_sources: int, padded: int, device: torch.device) -> Shape:
     """For `num_sources` rows of `padded` numbers."""
-    num_warps = 1 if padded <= 1024 else min(16, padded // 512)
-    if padded <= 2048 and num_sources * padded <= 5120 * num_warps:
-        return Shape(num_warps, num_sources, True)
-    return Shape(num_warps, 1, False)
+    return _shape("attn_res_backward", num_sources, padded, device)
+
+
+@derived
+def _shape(kernel: str, num_sources: int, padded: int, device: torch.device) -> Shape:
+    shape = launch(kernel, width_class(padded, 512, 8192), device)
+    if num_sources * padded <= shape["held"]:  # numbers of a token's sources that registers hold
+        return Shape(shape["held_warps"], num_sources, True)
+    return Shape(shape["num_warps"], min(num_sources, shape["ahead"]), False)
 
 
 def _forward(
@@ -216,7 +217,7 @@ def _forward(
             if enqueue_aligned(at.kernel, grid, (*arguments, eps), at.constants):
                 return out, stats
     BD = padded_width(D)
-    shape = forward_shape(S, BD)
+    shape = forward_shape(S, BD, out.device)
     tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
     enqueue(
         forward_kernel, (cdiv(T, tokens_per_program),), *arguments, tokens_per_program, eps,
@@ -234,17 +235,17 @@ class Ring(NamedTuple):
     constants: dict[str, Any]
 
 
-@cache
+@derived
 def forward_ring(num_sources: int, width: int, is_kept: bool, device: int) -> Ring | None:
     """None where no ring serves the rows."""
-    shape = ring.forward_shape(width)
+    shape = ring.forward_shape(width, torch.device("cuda", device))
     return _ring(ring.ring_forward_kernel, shape, num_sources, width, device, IS_KEPT=is_kept)
 
 
-@cache
+@derived
 def backward_ring(num_sources: int, width: int, device: int) -> Ring | None:
     """None where no ring serves the rows."""
-    shape = ring.backward_shape(num_sources, width)
+    shape = ring.backward_shape(num_sources, width, torch.device("cuda", device))
     group = 1 if shape is None else shape.group
     return _ring(ring.ring_backward_kernel, shape, num_sources, width, device, GROUP=group)
 
@@ -290,7 +291,7 @@ def _backward(
                 parts = room
     if parts is None:
         BD = padded_width(D)
-        shape = backward_shape(S, BD)
+        shape = backward_shape(S, BD, d_out.device)
         tokens_per_program = max(1, cdiv(T * shape.num_warps, MAX_PROGRAM_WARPS))
         parts = d_out.new_empty(cdiv(T, tokens_per_program), D, dtype=torch.float32)
         if T > 0:
