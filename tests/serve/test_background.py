@@ -5,6 +5,7 @@ import weakref
 from functools import partial
 
 import pytest
+import torch
 
 from baltoro.model.model import Model
 from baltoro.serve.background import BackgroundEngine, EngineStopped
@@ -55,6 +56,19 @@ def test_one_that_is_long_on_its_way_in_holds_nobody_up(nano: Model) -> None:
         await background.drain(1.0)
 
     asyncio.run(beside())
+
+
+def test_the_thread_works_on_the_device_of_the_weights(
+    nano: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(nano, EngineConfig(pool_tokens=2000))
+    monkeypatch.setattr(engine.runner, "device", torch.device("cuda:1"))
+    chosen = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d))
+    )
+    asyncio.run(BackgroundEngine(engine).drain(1.0))
+    assert chosen == [("engine", torch.device("cuda:1"))]
 
 
 def long(engine: Engine) -> list[Request]:

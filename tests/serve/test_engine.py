@@ -193,10 +193,11 @@ def test_a_frequency_penalty_lets_no_token_take_over() -> None:
     assert most(Penalties(frequency=2.0)) < most(Penalties())
 
 
-def test_logits_that_are_not_finite_end_that_reply_alone() -> None:
+def test_logits_that_are_not_finite_end_that_reply_alone(caplog: pytest.LogCaptureFixture) -> None:
     model = made(tiny_k3())
     served = engine(model)
-    bad, good = served.submit(request([1, 13, 2])), served.submit(request([1, 2, 3]))
+    bad = served.submit(replace(request([1, 13, 2]), request_id="mine"))
+    good = served.submit(request([1, 2, 3]))
     hook = model.lm_head.register_forward_hook(
         lambda _, __, logits: logits.index_fill(0, torch.tensor(0), float("nan"))
     )
@@ -207,6 +208,7 @@ def test_logits_that_are_not_finite_end_that_reply_alone() -> None:
     assert bad.finish_reason == "error" and not bad.new_tokens
     assert good.finish_reason == "length"
     assert served.stats.num_corrupted == 1
+    assert [record.getMessage()[:13] for record in caplog.records] == ["request mine:"]
 
 
 def test_new_weights_in_the_middle_are_recorded_token_by_token() -> None:

@@ -142,6 +142,41 @@ def test_a_gpu_gets_bfloat16_and_kernels_unless_told_otherwise(
     assert (asked["dtype"], asked["impl"]) == (chosen, impl)
 
 
+@pytest.mark.parametrize(
+    ("device", "current"), [("cuda:1", [torch.device("cuda:1")]), ("cuda", []), ("cpu", [])]
+)
+def test_a_gpu_named_by_its_index_is_where_kernels_go(
+    nano: Model, monkeypatch: pytest.MonkeyPatch, device: str, current: list[torch.device]
+) -> None:
+    chosen: list[torch.device] = []
+
+    def loaded(_: str, **options: Any) -> Model:
+        assert chosen == current
+        return nano
+
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(generate, "load", loaded)
+    generate.load_for_text("x", dtype=None, device=device, experts="decoded")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_gpu_is_used_alone(nano_dir: Path) -> None:
+    texts = []
+    for device in ("cuda:0", "cuda:1"):
+        others = torch.cuda.memory_allocated(0)
+        with torch.cuda.device(0):  # which is current again in the end
+            model = generate.load_for_text(
+                str(nano_dir), dtype=None, device=device, experts="decoded"
+            )
+            texts.append(greedy(model, [5, 80, 33, 7], 20))
+            assert str(model.lm_head.weight.device) == device
+            torch.cuda.synchronize(device)
+        assert device == "cuda:0" or torch.cuda.memory_allocated(0) == others
+    assert texts[0] == texts[1]
+
+
 def test_a_model_is_described_by_what_runs_it(
     nano_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

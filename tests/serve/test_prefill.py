@@ -1,6 +1,9 @@
 """Prompts in packs of fixed rows, against separate eager calls and whole forward passes."""
 
+import asyncio
+import gc
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -13,6 +16,7 @@ from baltoro.model.config import ModelConfig, gpu_impl
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
 from baltoro.serve import prefill
+from baltoro.serve.background import BackgroundEngine
 from baltoro.serve.engine import Engine, EngineConfig
 from baltoro.serve.metrics import Metrics
 from baltoro.serve.scheduler import SchedulerConfig
@@ -148,3 +152,41 @@ def test_graphs_have_the_probabilities_of_a_forward_pass(config: ModelConfig) ->
     gaps = gaps_to_a_forward_pass(model, served)
     # bf16 moves a logit by some .04 in four layers; those of another prompt are .5 apart
     assert sum(gaps) / len(gaps) < 0.15
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_on_the_second_gpu_leaves_the_first_alone() -> None:
+    config = four_layers_of_small()
+
+    def served_on(device: str) -> list[list[int]]:
+        """As `baltoro serve` does: made in one thread, stepped in another."""
+        torch.cuda.set_device(device)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = Model(replace(config, impl=gpu_impl(config))).eval()
+        model.cast(torch.bfloat16)
+        limits = SchedulerConfig(max_running=3, max_step_tokens=600)
+        served = Engine(model, EngineConfig(decode="resident", pool_tokens=8192, scheduler=limits))
+        assert {str(p.device) for p in model.parameters()} == {device}
+        assert str(served.runner.pool.pages.device) == device
+        background = BackgroundEngine(served)
+
+        async def replies() -> list[list[int]]:
+            wanted = [request(ids(count, count), 12) for count in (100, 128, 300)]
+            streams = await background.submit(lambda _: wanted, len(wanted))
+            texts = [[e.token.id async for e in s.events() if e.token] for s in streams]
+            await background.drain(60.0)
+            return texts
+
+        texts = asyncio.run(replies())
+        torch.cuda.synchronize(device)
+        return texts
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        expected = first.submit(served_on, "cuda:0").result()
+        gc.collect()
+        held = torch.cuda.memory_allocated(0)
+        assert second.submit(served_on, "cuda:1").result() == expected
+    assert torch.cuda.memory_allocated(0) <= held
+    assert torch.cuda.max_memory_allocated(1) > 0

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from baltoro.serve.engine import Engine
 from baltoro.serve.request import FinishReason, NewToken, Request, Sequence
 
@@ -139,7 +141,10 @@ class BackgroundEngine:
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
     def _run(self) -> None:
+        device = self.engine.runner.device
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread; kernels and streams go there
             while not self._is_stopping:
                 self._serve_calls()
                 self._step()

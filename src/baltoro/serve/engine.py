@@ -323,6 +323,11 @@ class Engine:
             return
         if tokens[-1] is None:
             self.stats.num_corrupted += 1
+            logger.warning(
+                "request %s: nothing can follow its last token; its logits are not finite, or its "
+                "grammar is at fault",
+                sequence.request.request_id,
+            )
             self._finish(sequence, "error")
         elif tokens[-1].id in sequence.request.stop_ids:
             self._finish(sequence, "stop")

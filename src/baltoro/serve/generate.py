@@ -215,9 +215,12 @@ def load_for_text(
     """The model of a directory, which must hold a tokenizer; `ValueError` if it does not.
 
     Without a `dtype` it is bfloat16 on a GPU and as stored on a CPU. In bfloat16 on a GPU it runs
-    on kernels (`gpu_impl`), else on torch's operators.
+    on kernels (`gpu_impl`), else on torch's operators. A GPU named by its index becomes this
+    thread's current one, where kernels, streams and graphs go.
     """
     where = checked_device(device)
+    if where.type == "cuda" and where.index is not None:
+        torch.cuda.set_device(where)
     if dtype is None and where.type == "cuda":
         dtype = "bfloat16"
     model = load(

@@ -43,7 +43,7 @@ class Grammar(Protocol):
 class Request:
     """One completion of a prompt. Raises `ValueError` for a prompt or a length that cannot be."""
 
-    request_id: str
+    request_id: str  # by which logs name it
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
