@@ -16,6 +16,7 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     newton_schulz_dtype: Literal["float32", "bfloat16"] = "float32"  # of its matrix products
+    muon_impl: str = "torch"  # of what surrounds the products; "triton" makes bf16 directions
     newton_schulz_impl: str = "torch"
     newton_schulz_wide_impl: str = "torch"  # of short, wide matrices; bounds in optim/muon.py
     max_stack_elements: int = (
@@ -37,4 +38,9 @@ class OptimConfig:
         if self.newton_schulz_dtype not in ("float32", "bfloat16"):
             raise ValueError(
                 f"newton_schulz_dtype={self.newton_schulz_dtype!r}: 'float32' or 'bfloat16'"
+            )
+        if self.muon_impl == "triton" and self.newton_schulz_dtype != "bfloat16":
+            raise ValueError(
+                "muon_impl='triton' rounds directions to bf16, and newton_schulz_dtype is "
+                f"{self.newton_schulz_dtype!r}; set it to 'bfloat16' or muon_impl to 'torch'"
             )

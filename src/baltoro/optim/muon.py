@@ -15,14 +15,14 @@ operations, and the loop's 20 r^2 c + 10 r^3, more from c = 8 r; of its traffic 
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from baltoro.ops.muon import MuonBlocks, Stack, stack_of
 from baltoro.ops.newton_schulz import newton_schulz
-from baltoro.ops.newton_schulz.shared import MAX_GRAM_STEPS
+from baltoro.ops.newton_schulz.shared import MAX_GRAM_STEPS, SQUARE_SIDE
 from baltoro.optim.assignment import Assignment
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.structure import MatrixBlocks
@@ -32,95 +32,66 @@ MAX_WIDE_ROWS = 128  # what the Gram form on the GPU serves
 MIN_WIDE_RATIO = 2  # long over short side; faster at every one measured, 2 the least of them
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MuonBlocks:
-    """Equal matrices of one parameter, `[N, rows, cols]`; weight and momentum are views that are
-    written."""
+def split(
+    weight: Tensor,
+    momentum: Tensor,
+    grad: Tensor,
+    blocks: MatrixBlocks,
+    low: Tensor | None = None,
+) -> list[MuonBlocks]:
+    """The matrices of a parameter, its momentum and its gradient, all of one shape.
 
-    weight: Tensor
-    momentum: Tensor
-    grad: Tensor
-
-
-def split(weight: Tensor, momentum: Tensor, grad: Tensor, blocks: MatrixBlocks) -> list[MuonBlocks]:
-    """The matrices of a parameter, its momentum and its gradient, all of one shape."""
+    `low` is the parameter itself where `weight` is its fp32 master.
+    """
+    copies = [None] * blocks.num_parts if low is None else blocks.views(low)
     return [
-        MuonBlocks(weight=w, momentum=m, grad=g)
-        for w, m, g in zip(
+        MuonBlocks(weight=w, momentum=m, grad=g, low=c)
+        for w, m, g, c in zip(
             blocks.views(weight),
             blocks.views(momentum),
             blocks.views(grad.contiguous()),
+            copies,
             strict=True,
         )
     ]
 
 
+def stacks_of(entries: Sequence[MuonBlocks], config: OptimConfig) -> list[Stack]:
+    """Entries of one shape up to transposition together, at most `max_stack_elements` at once."""
+    by_shape: dict[tuple[int, int, torch.dtype], list[MuonBlocks]] = {}
+    for entry in entries:
+        short, long = sorted(entry.weight.shape[1:])
+        # the experts of one layer may alone exceed the limit
+        count = max(1, config.max_stack_elements // (short * long))
+        by_shape.setdefault((short, long, entry.weight.dtype), []).extend(entry.parts(count))
+    return [
+        stack_of(part, impl=config.muon_impl)
+        for same in by_shape.values()
+        for part in _within(same, config.max_stack_elements)
+    ]
+
+
 def muon_step(entries: Sequence[MuonBlocks], *, lr: float, config: OptimConfig) -> None:
     """Update weights and momenta of all `entries` in place."""
-    for stack in _stacks(entries, config.max_stack_elements):
-        short, long = sorted(stack[0].weight.shape[1:])
+    step_stacks(stacks_of(entries, config), lr=lr, config=config)
+
+
+def step_stacks(stacks: Sequence[Stack], *, lr: float, config: OptimConfig) -> None:
+    """`muon_step` of the entries that `stacks_of` put together."""
+    for stack in stacks:
+        short, long = stack.sides
         orthogonal = newton_schulz(
-            _directions(stack, config.momentum),
+            stack.directions(config.momentum),
             steps=config.newton_schulz_steps,
             compute_dtype=_DTYPES[config.newton_schulz_dtype],
+            is_normed=stack.is_normed,
             impl=_impl_of(short, long, config),
         )
-        scale = config.update_rms * math.sqrt(long)
-        first = 0
-        for group in _alike(stack):
-            counts = [len(entry.weight) for entry in group]
-            update = orthogonal[first : first + sum(counts)]
-            first += sum(counts)
-            updates = update.mT.contiguous() if _is_tall(group[0]) else update
-            weights = _flat([entry.weight for entry in group])
-            torch._foreach_mul_(weights, 1.0 - lr * config.weight_decay)
-            torch._foreach_add_(weights, _like(weights, updates.split(counts)), alpha=-lr * scale)
-
-
-def _is_tall(entry: MuonBlocks) -> bool:
-    return entry.weight.shape[1] > entry.weight.shape[2]
-
-
-def _alike(stack: Sequence[MuonBlocks]) -> list[list[MuonBlocks]]:
-    """The entries by what lists of tensors must share to be updated in one launch."""
-    groups: dict[tuple[bool, bool, bool, torch.dtype], list[MuonBlocks]] = {}
-    for entry in stack:
-        layout = (entry.weight.is_contiguous(), entry.grad.is_contiguous())
-        groups.setdefault((_is_tall(entry), *layout, entry.grad.dtype), []).append(entry)
-    return list(groups.values())
-
-
-def _directions(stack: Sequence[MuonBlocks], mu: float) -> Tensor:
-    """Take the gradients into the momenta; G + mu M of all matrices, `[N, short, long]`."""
-    short, long = sorted(stack[0].weight.shape[1:])
-    num_matrices = sum(len(entry.weight) for entry in stack)
-    directions = stack[0].weight.new_empty(num_matrices, short, long)
-    first = 0
-    for group in _alike(stack):
-        counts = [len(entry.weight) for entry in group]
-        place = directions[first : first + sum(counts)]
-        first += sum(counts)
-        own = place.new_empty(len(place), long, short) if _is_tall(group[0]) else place
-        momenta = _flat([entry.momentum for entry in group])
-        parts = _like(momenta, own.split(counts))
-        torch._foreach_copy_(parts, _like(parts, [entry.grad for entry in group]))
-        torch._foreach_mul_(momenta, mu)
-        torch._foreach_add_(momenta, parts)
-        torch._foreach_add_(parts, momenta, alpha=mu)
-        if own is not place:
-            place.copy_(own.mT)
-    return directions
-
-
-def _flat(tensors: list[Tensor]) -> list[Tensor]:
-    """Contiguous tensors as vectors: a list takes one launch only if all strides agree, those of
-    dimensions of size one included."""
-    return [tensor.view(-1) if tensor.is_contiguous() else tensor for tensor in tensors]
-
-
-def _like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
-    """`others` in the shapes of `tensors`."""
-    return [other.reshape(tensor.shape) for tensor, other in zip(tensors, others, strict=True)]
+        stack.update(
+            orthogonal,
+            decay=1.0 - lr * config.weight_decay,
+            rate=lr * config.update_rms * math.sqrt(long),
+        )
 
 
 def muon_flops(assignment: Assignment, config: OptimConfig) -> int:
@@ -143,6 +114,10 @@ def muon_flops(assignment: Assignment, config: OptimConfig) -> int:
 def _matrix_flops(short: int, long: int, config: OptimConfig) -> int:
     steps, impl = config.newton_schulz_steps, _impl_of(short, long, config)
     num_grams = -(-steps // MAX_GRAM_STEPS)
+    if impl == "triton" and short > MAX_WIDE_ROWS:  # of the symmetric products half and a diagonal
+        across = -(-short // SQUARE_SIDE)
+        squares = (2 * short**2 * long + 2 * short**3) * (across + 1) // (2 * across)
+        return steps * (squares + 2 * short**2 * long)
     if impl == "triton":  # four products of pairs a step, three bf16 products each
         return num_grams * 6 * short**2 * long + steps * 24 * short**3
     if impl == "gram":  # the first step of a Gram matrix is its polynomial alone
@@ -156,30 +131,14 @@ def _impl_of(short: int, long: int, config: OptimConfig) -> str:
     return config.newton_schulz_wide_impl if is_wide else config.newton_schulz_impl
 
 
-def _stacks(entries: Sequence[MuonBlocks], max_elements: int) -> Iterator[list[MuonBlocks]]:
-    """Entries of one shape up to transposition, in their order, at most `max_elements` at once."""
-    by_shape: dict[tuple[int, int, torch.dtype], list[MuonBlocks]] = {}
+def _within(entries: Iterable[MuonBlocks], max_elements: int) -> Iterator[list[MuonBlocks]]:
+    """The entries in their order, in lists of at most `max_elements` numbers, or of one entry."""
+    held: list[MuonBlocks] = []
+    size = 0
     for entry in entries:
-        short, long = sorted(entry.weight.shape[1:])
-        for part in _pieces(entry, max_elements):
-            by_shape.setdefault((short, long, entry.weight.dtype), []).append(part)
-    for same in by_shape.values():
-        stack: list[MuonBlocks] = []
-        size = 0
-        for entry in same:
-            if stack and size + entry.weight.numel() > max_elements:
-                yield stack
-                stack, size = [], 0
-            stack.append(entry)
-            size += entry.weight.numel()
-        yield stack
-
-
-def _pieces(entry: MuonBlocks, max_elements: int) -> list[MuonBlocks]:
-    """An entry cut along N, since the experts of one layer may alone exceed the limit."""
-    count = max(1, max_elements // entry.weight[0].numel())
-    tensors = (entry.weight, entry.momentum, entry.grad)
-    return [
-        MuonBlocks(weight=w, momentum=m, grad=g)
-        for w, m, g in zip(*(tensor.split(count) for tensor in tensors), strict=True)
-    ]
+        if held and size + entry.weight.numel() > max_elements:
+            yield held
+            held, size = [], 0
+        held.append(entry)
+        size += entry.weight.numel()
+    yield held

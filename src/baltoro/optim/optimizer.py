@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
+from baltoro.ops.muon import MuonBlocks, Stack
 from baltoro.optim.adamw import AdamwState, adamw_step
 from baltoro.optim.assignment import Assignment
 from baltoro.optim.config import OptimConfig
-from baltoro.optim.muon import MuonBlocks, muon_step, split
+from baltoro.optim.muon import split, stacks_of, step_stacks
 
 
 class Optimizer:
@@ -36,6 +37,7 @@ class Optimizer:
         self.masters: dict[str, Tensor] = {}
         self.momenta: dict[str, Tensor] = {}
         self.moments: dict[str, AdamwState] = {}
+        self._placed: tuple[object, list[Stack]] = ((), [])  # stacks of the last step, and for what
         for name, parameter in self.parameters.items():
             if not parameter.is_floating_point() or not parameter.is_contiguous():
                 raise ValueError(
@@ -62,7 +64,7 @@ class Optimizer:
         """
         if not 0.0 <= lr < math.inf:
             raise ValueError(f"lr={lr}: must be finite and not negative")
-        entries: list[MuonBlocks] = []
+        matrices: list[str] = []
         decayed: list[str] = []
         undecayed: list[str] = []
         skipped: list[str] = []
@@ -71,10 +73,11 @@ class Optimizer:
             if grad is None:
                 skipped.append(name)
             elif row.blocks is not None:
-                entries += split(self.masters[name], self.momenta[name], grad, row.blocks)
+                parameter.grad = grad.contiguous()  # where it is, it must stay while it is read
+                matrices.append(name)
             else:
                 (decayed if row.use_decay else undecayed).append(name)
-        muon_step(entries, lr=lr, config=self.config)
+        step_stacks(self._stacks(matrices), lr=lr, config=self.config)
         for names, decay in ((decayed, self.config.weight_decay), (undecayed, 0.0)):
             adamw_step(
                 [self.masters[name] for name in names],
@@ -84,15 +87,36 @@ class Optimizer:
                 weight_decay=decay,
                 config=self.config,
             )
-        self.publish()
+        self._publish([*decayed, *undecayed])
         return tuple(skipped)
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Round every master into its parameter; needed after a master was changed by hand."""
-        copied = [
-            name for name, master in self.masters.items() if master.dtype != self._dtype(name)
-        ]
+        self._publish(self.masters)
+
+    def _stacks(self, names: Iterable[str]) -> list[Stack]:
+        """The matrices of these parameters; those of the last step if all tensors lie there."""
+        tensors = {
+            name: (self.masters[name], self.momenta[name], self._grad(name)) for name in names
+        }
+        key = [(name, [x.data_ptr() for x in own], own[2].dtype) for name, own in tensors.items()]
+        if key == self._placed[0]:
+            return self._placed[1]
+        entries: list[MuonBlocks] = []
+        for name, own in tensors.items():
+            blocks, low = self.rows[name].blocks, None
+            assert blocks is not None
+            if own[0].dtype != self._dtype(name):
+                low = self.parameters[name].detach()
+            entries += split(*own, blocks, low)
+        stacks = stacks_of(entries, self.config)
+        if all(stack.is_placed for stack in stacks):
+            self._placed = key, stacks
+        return stacks
+
+    @torch.no_grad()
+    def _publish(self, names: Iterable[str]) -> None:
+        copied = [name for name in names if self.masters[name].dtype != self._dtype(name)]
         if copied:
             torch._foreach_copy_(
                 [self.parameters[name].detach() for name in copied],

@@ -50,6 +50,11 @@ class MatrixBlocks:
         """Rows and columns that the stored tensor must have."""
         return self.num_groups * sum(self.row_parts), sum(self.col_parts)
 
+    @property
+    def num_parts(self) -> int:
+        """Views that `views` gives."""
+        return len(self.row_parts) * len(self.col_parts)
+
     def views(self, tensor: Tensor) -> list[Tensor]:
         """Views `[N, rows, cols]` of a contiguous `tensor`, one for each pair of parts."""
         groups = tensor.view(-1, sum(self.row_parts), sum(self.col_parts))

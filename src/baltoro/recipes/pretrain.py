@@ -65,7 +65,9 @@ def pretrain_config(
         ),
         optim=OptimConfig(
             newton_schulz_dtype="bfloat16" if is_gpu else "float32",
+            newton_schulz_impl="triton" if is_gpu else "torch",
             newton_schulz_wide_impl="triton" if is_gpu else "torch",
+            muon_impl="triton" if is_gpu else "torch",
         ),
         schedule=ScheduleConfig(
             kind=schedule, num_steps=num_steps, peak=peak, floor=peak / 10, warmup_fraction=0.01

@@ -18,12 +18,12 @@ from baltoro.ops.newton_schulz import dense, reference
 __all__ = ["newton_schulz"]
 
 
-def _triton(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype) -> Tensor:
+def _triton(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype, is_normed: bool) -> Tensor:
     try:
         from .triton import newton_schulz
     except ModuleNotFoundError as error:
         raise ImplError(f"newton_schulz: impl='triton' needs triton ({error})") from error
-    return newton_schulz(x_BRC, steps, compute_dtype)
+    return newton_schulz(x_BRC, steps, compute_dtype, is_normed)
 
 
 _IMPLS = {
@@ -35,14 +35,20 @@ _IMPLS = {
 
 
 def newton_schulz(
-    x: Tensor, *, steps: int = 5, compute_dtype: torch.dtype = torch.float32, impl: str
+    x: Tensor,
+    *,
+    steps: int = 5,
+    compute_dtype: torch.dtype = torch.float32,
+    is_normed: bool = False,
+    impl: str,
 ) -> Tensor:
     """Orthogonalise every matrix of `x` `[..., rows, cols]` by itself; same shape and dtype.
 
     The norm is taken in fp32 or wider, the products in `compute_dtype`. A zero matrix stays zero
-    and one of norm below about 1e-7 gets a smaller result: noise is not blown up. Has no gradient.
+    and one of norm below about 1e-7 gets a smaller result: noise is not blown up. With `is_normed`
+    matrices have a norm of at most 1 and are taken as they are. Has no gradient.
     `"gram"` iterates on x x' instead of x, for short, wide matrices and products in fp32 or wider;
-    `"triton"` does so for sides of at most 128 with bf16 products.
+    `"triton"` takes bf16 products, and does so for sides of at most 128.
     Raises `ValueError` for fewer than two dims, a dtype that is not floating or `steps` below one,
     `ImplError` for an unknown `impl`.
     """
@@ -58,4 +64,4 @@ def newton_schulz(
     if x.numel() == 0:
         return x.clone()
     with torch.no_grad():
-        return function(x.reshape(-1, *x.shape[-2:]), steps, compute_dtype).view(x.shape)
+        return function(x.reshape(-1, *x.shape[-2:]), steps, compute_dtype, is_normed).view(x.shape)

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from baltoro.ops.impl import ImplError
-from baltoro.ops.newton_schulz.shared import COEFFICIENTS, MAX_GRAM_STEPS, NORM_EPS, as_wide
+from baltoro.ops.newton_schulz.shared import COEFFICIENTS, MAX_GRAM_STEPS, as_wide, normed
 
 
-def newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype) -> Tensor:
+def newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype, is_normed: bool) -> Tensor:
     """`[B, R, C]` matrices (R rows, C columns) to their orthogonal factors."""
     a, b, c = COEFFICIENTS
-    norm_dtype = torch.promote_types(x_BRC.dtype, torch.float32)
     y_BRC = as_wide(x_BRC)
-    norm_B11 = torch.linalg.vector_norm(y_BRC, dim=(1, 2), keepdim=True, dtype=norm_dtype)
-    y_BRC = (y_BRC / (norm_B11 + NORM_EPS)).to(compute_dtype)
+    if not is_normed:
+        y_BRC = normed(y_BRC, torch.promote_types(x_BRC.dtype, torch.float32))
+    y_BRC = y_BRC.to(compute_dtype)
     for _ in range(steps):
         gram_BRR = torch.bmm(y_BRC, y_BRC.mT)
         poly_BRR = torch.baddbmm(gram_BRR, gram_BRR, gram_BRR, beta=b, alpha=c)
@@ -31,7 +31,9 @@ def newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype) -> Tens
     return (y_BRC if y_BRC.shape == x_BRC.shape else y_BRC.mT).to(x_BRC.dtype).contiguous()
 
 
-def gram_newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype) -> Tensor:
+def gram_newton_schulz(
+    x_BRC: Tensor, steps: int, compute_dtype: torch.dtype, is_normed: bool
+) -> Tensor:
     """`[B, R, C]` matrices to their orthogonal factors; refuses products below fp32."""
     if compute_dtype.itemsize < 4:
         raise ImplError(
@@ -39,8 +41,7 @@ def gram_newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype) ->
             "a rounded Gram matrix loses small singular values; use 'triton' on a GPU or 'torch'"
         )
     y_BRC = as_wide(x_BRC).to(torch.promote_types(x_BRC.dtype, compute_dtype))
-    norm_B11 = torch.linalg.vector_norm(y_BRC, dim=(1, 2), keepdim=True)
-    y_BRC = (y_BRC / (norm_B11 + NORM_EPS)).to(compute_dtype)
+    y_BRC = (y_BRC if is_normed else normed(y_BRC, y_BRC.dtype)).to(compute_dtype)
     for first in range(0, steps, MAX_GRAM_STEPS):
         gram_BRR = torch.bmm(y_BRC, y_BRC.mT)
         y_BRC = torch.bmm(_factor(gram_BRR, min(MAX_GRAM_STEPS, steps - first)), y_BRC)

@@ -1,4 +1,4 @@
-"""Newton-Schulz of many short, wide matrices on an NVIDIA GPU, in Gram form with bf16 products.
+"""Newton-Schulz on an NVIDIA GPU, of many short, wide matrices in Gram form with bf16 products.
 
 `dense.py` has the algebra. Three kernels: parts of G = X X', all steps for one matrix in one
 program, X <- F X. X is rounded to bf16, whose products in fp32 make G exact up to its sums; on the
@@ -17,7 +17,14 @@ from torch import Tensor
 
 from baltoro.ops.impl import ImplError
 from baltoro.ops.launch_table import launch
-from baltoro.ops.newton_schulz.shared import COEFFICIENTS, MAX_GRAM_STEPS, NORM_EPS, as_wide
+from baltoro.ops.newton_schulz.loop_triton import newton_schulz_loop
+from baltoro.ops.newton_schulz.shared import (
+    COEFFICIENTS,
+    MAX_GRAM_STEPS,
+    NORM_EPS,
+    as_wide,
+    normed,
+)
 from baltoro.ops.triton import cdiv, padded_width, refuse_unserved
 
 MAX_ROWS = 128  # of the shorter side: a program holds its square on chip
@@ -125,25 +132,25 @@ def apply_kernel(
         tl.store(out + at, y.to(out.dtype.element_ty), mask=is_here)
 
 
-def newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype) -> Tensor:
-    """`[B, R, C]` matrices to their orthogonal factors; the shorter side has at most 128 rows.
+def newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype, is_normed: bool) -> Tensor:
+    """`[B, R, C]` matrices to their orthogonal factors, by the loop beyond `MAX_ROWS`.
 
     A tall matrix is copied to a wide one and back.
     """
     refuse_unserved("newton_schulz", x_BRC)
     if compute_dtype is not torch.bfloat16:
         raise ImplError(f"newton_schulz: impl='triton' serves bfloat16, not {compute_dtype}")
-    if min(x_BRC.shape[1:]) > MAX_ROWS:
-        raise ImplError(
-            f"newton_schulz: impl='triton' serves matrices with a side of at most {MAX_ROWS}, "
-            f"not {list(x_BRC.shape[1:])}; use 'torch'"
-        )
     y_BRC = as_wide(x_BRC).contiguous()
+    if y_BRC.shape[1] > MAX_ROWS:
+        y_BRC = y_BRC if is_normed else normed(y_BRC, torch.float32)
+        y_BRC = newton_schulz_loop(y_BRC.to(torch.bfloat16), steps).to(x_BRC.dtype)
+        return y_BRC if y_BRC.shape == x_BRC.shape else y_BRC.mT.contiguous()
     for first in range(0, steps, MAX_GRAM_STEPS):
         # not rounded in the kernel: with operands in registers ptxas of CUDA 12.8 loses addresses
         rounded_BRC = y_BRC.to(torch.bfloat16)
         y_BRC = torch.empty_like(y_BRC)
-        _steps(rounded_BRC, y_BRC, min(MAX_GRAM_STEPS, steps - first), is_normed=first > 0)
+        count = min(MAX_GRAM_STEPS, steps - first)
+        _steps(rounded_BRC, y_BRC, count, is_normed=is_normed or first > 0)
     return y_BRC if y_BRC.shape == x_BRC.shape else y_BRC.mT.contiguous()
 
 
