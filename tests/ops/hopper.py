@@ -22,23 +22,29 @@ class Resources(NamedTuple):
     shared_bytes: int
 
 
-def resources(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Resources:
+def resources(
+    kernel: Any, arguments: dict[str, Any], num_warps: int, maxnreg: int | None = None
+) -> Resources:
     """Resources of `kernel` on sm_90; `arguments` as `build` takes them."""
-    built = build(kernel, arguments, num_warps)
+    built = build(kernel, arguments, num_warps, maxnreg)
     usage = _dump(built, "-res-usage")
     found = {name: re.search(rf"{name}:(\d+)", usage) for name in ("REG", "STACK")}
     assert all(found.values()), usage
     return Resources(*(int(match[1]) for match in found.values() if match), built.metadata.shared)
 
 
-def machine_code(kernel: Any, arguments: dict[str, Any], num_warps: int) -> str:
+def machine_code(
+    kernel: Any, arguments: dict[str, Any], num_warps: int, maxnreg: int | None = None
+) -> str:
     """The instructions of `kernel` for sm_90, one a line; `arguments` as `build` takes them."""
-    code = re.sub(r"/\*.*?\*/", "", _dump(build(kernel, arguments, num_warps), "-sass"))
+    code = re.sub(r"/\*.*?\*/", "", _dump(build(kernel, arguments, num_warps, maxnreg), "-sass"))
     lines = [line.strip() for line in code.splitlines()]
     return "\n".join(line for line in lines if line.endswith(";"))
 
 
-def build(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Any:
+def build(
+    kernel: Any, arguments: dict[str, Any], num_warps: int, maxnreg: int | None = None
+) -> Any:
     """`kernel` compiled for sm_90.
 
     `arguments` gives each its type as Triton writes it ("*bf16", "i32", a tuple of such), or its
@@ -64,7 +70,7 @@ def build(kernel: Any, arguments: dict[str, Any], num_warps: int) -> Any:
             attributes[(index,)] = [["tt.divisibility", 16]]
     kind = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = kind(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": num_warps}
+    options = {"num_warps": num_warps, "maxnreg": maxnreg}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -15,7 +15,6 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from baltoro.ops.kda.triton.gradients_sm90 import gradients_sm90_kernel
-from baltoro.ops.kda.triton.launch import PREP_REGISTERS
 from baltoro.ops.kda.triton.prep_sm90 import prep_sm90_kernel
 from baltoro.ops.kda.triton.scan_sm90 import forward_scan_sm90_kernel, reverse_scan_sm90_kernel
 from baltoro.ops.kda.triton.segments_sm90 import segment_ends_sm90_kernel
@@ -53,8 +52,8 @@ def absent(constants: dict[str, object]) -> set[str]:
     return names
 
 
-def sass_of(name: str, constants: dict[str, object]) -> tuple[str, str]:
-    """Machine code and resource report of kernel `name` for sm_90."""
+def sass_of(name: str, constants: dict[str, object], maxnreg: int | None = None) -> tuple[str, str]:
+    """Machine code and resource report of kernel `name` for sm_90, its registers bounded or not."""
     kernel = KERNELS[name]
     signature, constexprs, attributes = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
@@ -74,7 +73,7 @@ def sass_of(name: str, constants: dict[str, object]) -> tuple[str, str]:
         if argument not in SCALARS or argument == "num_heads":
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    options = {"num_warps": 4, "maxnreg": PREP_REGISTERS if name == "prep" else None}
+    options = {"num_warps": 4, "maxnreg": maxnreg}
     built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(built.asm["cubin"])

@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.hopper import machine_code, resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
+from ops.pinned import shapes_of
 
 from baltoro.ops.kda.triton import decode
 
@@ -51,9 +52,10 @@ def test_the_layer_compiles_with_its_state_in_registers(dim, states, is_one):
         "cu_seqlens": table, "num_kept": table, "K": dim, "V": dim, "W": 4, "IS_ONE": is_one,
         "KEEPS_ALL": is_one, "IS_BOUNDED": True,
     }  # fmt: skip
-    num_warps = decode.num_warps_of(dim, dim)
-    assert resources(decode.decode_kernel, arguments, num_warps).stack_bytes <= 16
-    code = machine_code(decode.decode_kernel, arguments, num_warps)
-    first_barrier = code.index("BAR.SYNC")
-    wide = [match.start() for match in re.finditer(r"LDG\.E\.128", code)]
-    assert wide and max(wide) < first_barrier, "the state is asked for before any work"
+    shape_class = f"{states.removeprefix('*')} d{dim} {'one' if is_one else 'more'}"
+    for shape in shapes_of("kda_decode", shape_class):
+        assert resources(decode.decode_kernel, arguments, **shape).stack_bytes <= 16
+        code = machine_code(decode.decode_kernel, arguments, **shape)
+        first_barrier = code.index("BAR.SYNC")
+        wide = [match.start() for match in re.finditer(r"LDG\.E\.128", code)]
+        assert wide and max(wide) < first_barrier, "the state is asked for before any work"

@@ -1,6 +1,7 @@
 """Scans cut into segments: as exact as whole ones, on any packing, with few heads only."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ops.harness import (
 )
 from ops.hopper import resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
+from ops.pinned import CPU, on_every_device, shapes_of
 from ops.test_kda_triton import fused, kda, raw_inputs, rounded_chunks
 
 from baltoro.ops.kda.triton import launch
@@ -103,13 +105,29 @@ def bf16_inputs(**kwargs) -> Packed:
 
 
 def test_only_few_heads_with_long_sequences_are_cut():
-    assert launch.segment_length(4096, 1, 32) == 16  # 16 heads: four segments of 32 programs
-    assert launch.segment_length(32768, 1, 8) == 32
-    assert launch.segment_length(8192, 1, 192) == 0
-    assert launch.segment_length(8192, 1, 64) == 0  # two segments do not pay
-    assert launch.segment_length(1024, 1, 32) == 0
-    assert launch.segment_length(8192, 16, 8) == 0  # 128 programs as it is
-    assert launch.segment_length(2**20, 65, 1) == 0  # more sequences than a segment looks at
+    def length(*shape: int) -> int:
+        return launch.segment_length(*shape, CPU)
+
+    assert length(4096, 1, 32) == 16  # 16 heads: four segments of 32 programs
+    assert length(32768, 1, 8) == 32
+    assert length(8192, 1, 192) == 0
+    assert length(8192, 1, 64) == 0  # two segments do not pay
+    assert length(1024, 1, 32) == 0
+    assert length(8192, 16, 8) == 0  # 128 programs as it is
+    assert length(2**20, 65, 1) == 0  # more sequences than a segment looks at
+
+
+def test_every_call_has_a_class_of_segments_on_every_device():
+    for programs, sequences in itertools.product((0, 1, 8, 9, 44, 64, 129, 10**4), (0, 1, 64, 70)):
+        for tokens in (0, 1, 63, 2047, 2048, 16384, 2**20):
+            shape = (tokens, sequences, programs)
+            for length in on_every_device(partial(launch.segment_length, *shape)):
+                steps = launch.segment_slots(tokens, sequences, length) - sequences
+                assert length == 0 or steps <= length + 2  # of a fold, against a segment's chunks
+
+
+def test_a_call_without_sequences_or_tokens_is_not_cut():
+    assert launch.segment_length(0, 0, 32, CPU) == launch.segment_length(0, 3, 32, CPU) == 0
 
 
 @pytest.mark.slow
@@ -117,13 +135,15 @@ def test_portable_kernels_of_segments_compile_without_spills():
     pointers = dict.fromkeys(segment_ends_kernel.arg_names, "*fp32")
     pointers |= dict.fromkeys(("offsets", "cu_seqlens"), "*i32")
     numbers = dict.fromkeys(("num_heads", "num_sequences", "length"), "i32")
-    dims = {"K": 64, "V": 64, "BV": 16, "PRECISION": "tf32x3"}
+    dims = {"K": 64, "V": 64, "PRECISION": "tf32x3"}
     arguments = {**pointers, **numbers, **dims, "HAS_INITIAL": True}
-    assert resources(segment_ends_kernel, arguments, 4).stack_bytes == 0
-    for is_reverse in (False, True):
+    for shape in shapes_of("kda_scan", "fp32"):
+        arguments["BV"] = shape["columns"]
+        assert resources(segment_ends_kernel, arguments, shape["num_warps"]).stack_bytes == 0
+    for shape, is_reverse in itertools.product(shapes_of("kda_fold", "fp32"), (False, True)):
         found = {name: arguments.get(name) for name in fold_kernel.arg_names}
-        found |= {"K": 128, "V": 128, "IS_REVERSE": is_reverse}
-        assert resources(fold_kernel, found, 8).stack_bytes == 0
+        found |= {"K": 128, "V": 128, "BV": shape["columns"], "IS_REVERSE": is_reverse}
+        assert resources(fold_kernel, found, shape["num_warps"]).stack_bytes == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,10 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
+from ops.pinned import shapes_of
 from ops.sass import lost_memory_descriptors, resources, sass_of
+
+from baltoro.ops.launch_table import Launch
 
 pytestmark = pytest.mark.slow
 MAX_STACK_BYTES = 288  # of 255 registers a thread; what spills is read back once
@@ -38,15 +41,19 @@ def test_the_portable_kernels_are_exact_in_the_interpreter():
     assert_runs_interpreted(INTERPRETED)
 
 
-def variants() -> list[tuple[str, dict[str, object]]]:
-    """The Hopper kernels with the compile-time arguments that a call can ask for."""
+def variants() -> list[tuple[str, dict[str, object], Launch]]:
+    """The Hopper kernels with the compile-time arguments and options that a call can ask for."""
     found: list[tuple[str, dict[str, object]]] = []
     for from_logits in (False, True):
         logits = {"FROM_LOGITS": from_logits, "NORMALIZE": from_logits}
         for key_dim in (64, 128):
-            found.append(("prep", {"K": key_dim, **logits}))
             for value_dim in (64, 128):
                 found.append(("gradients", {"K": key_dim, "V": value_dim, **logits}))
+    prep = [
+        ("prep", {"K": dim, "FROM_LOGITS": flag, "NORMALIZE": flag}, shape)
+        for dim, flag in itertools.product((64, 128), (False, True))
+        for shape in shapes_of("kda_prep_sm90", f"k{dim}")
+    ]
     for dims in ({"K": 64, "V": 64}, {"K": 128, "V": 128}):
         for flag in (False, True):
             found += [("reverse_scan", {**dims, "HAS_FINAL": flag, "PASS": i}) for i in range(3)]
@@ -54,12 +61,12 @@ def variants() -> list[tuple[str, dict[str, object]]]:
             for is_kept, is_cut in itertools.product((False, True), repeat=2):
                 form = {"HAS_INITIAL": flag, "IS_KEPT": is_kept, "IS_CUT": is_cut}
                 found.append(("forward_scan", {**dims, **form}))
-    return found
+    return [*prep, *((name, constants, {}) for name, constants in found)]
 
 
-@pytest.mark.parametrize(("name", "constants"), variants())
-def test_hopper_kernels_compile_without_lost_registers(name, constants):
-    sass, usage = sass_of(name, constants)
+@pytest.mark.parametrize(("name", "constants", "options"), variants())
+def test_hopper_kernels_compile_without_lost_registers(name, constants, options):
+    sass, usage = sass_of(name, constants, **options)
     stack = resources(usage)
     assert stack <= MAX_STACK_BYTES, f"{stack} bytes of stack a thread"
     assert not lost_memory_descriptors(sass)

@@ -6,6 +6,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.hopper import machine_code, resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
+from ops.pinned import shapes_of
 from ops.sass import lost_memory_descriptors
 
 from baltoro.ops.kda.triton.gradients import gradients_kernel, row_gradients_kernel
@@ -68,14 +69,17 @@ def arguments_of(kernel, dtype: str, from_logits: bool, **constants) -> dict[str
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_they_compile_without_lost_registers(dtype, key_dim, value_dim, from_logits):
     is_low = dtype == "bf16"
-    shape = {"K": key_dim, "V": value_dim, "BK": 16, "IS_BOUNDED": False}
-    shape |= {"IS_TRANSPOSED": is_low, "PARTS": 2 if is_low else 3}
-    for kernel, num_warps, columns in (
-        (prep_kernel, 2, None),
-        (row_gradients_kernel, 4 if is_low else 2, 64 if is_low else 16),
-        (gradients_kernel, 2, 64),
+    form = {"K": key_dim, "V": value_dim, "IS_BOUNDED": False}
+    form |= {"IS_TRANSPOSED": is_low, "PARTS": 2 if is_low else 3}
+    for name, kernel in (
+        ("kda_prep", prep_kernel),
+        ("kda_row_gradients", row_gradients_kernel),
+        ("kda_gradients", gradients_kernel),
     ):
-        arguments = arguments_of(kernel, dtype, from_logits, **shape, BV=columns)
-        stack = resources(kernel, arguments, num_warps).stack_bytes
-        assert stack <= MAX_STACK_BYTES[dtype], f"{kernel.__name__}: {stack} bytes of stack"
-        assert not lost_memory_descriptors(machine_code(kernel, arguments, num_warps))
+        for shape in shapes_of(name, dtype):
+            form |= {"BK": shape.get("columns"), "BV": shape.get("values")}
+            arguments = arguments_of(kernel, dtype, from_logits, **form)
+            num_warps = shape["num_warps"]
+            stack = resources(kernel, arguments, num_warps).stack_bytes
+            assert stack <= MAX_STACK_BYTES[dtype], f"{kernel.__name__}: {stack} bytes of stack"
+            assert not lost_memory_descriptors(machine_code(kernel, arguments, num_warps))

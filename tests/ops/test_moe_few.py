@@ -1,5 +1,7 @@
 """The experts of few tokens as kernels, packed and not: on a GPU, and in the interpreter's fp32."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import triton
 import triton.language as tl
 from ops.earned import randn
 from ops.harness import poisoned_memory, relative_error
+from ops.pinned import on_every_device
 from torch import Tensor
 from triton import knobs
 
@@ -180,3 +183,12 @@ def test_weights_whose_rows_lie_apart_are_refused():
     ids = torch.zeros(1, 1, dtype=torch.int64)
     with pytest.raises(ImplError, match="contiguous"):
         few.moe_experts(x, ids, weights, gate_up, down, GLU)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_every_number_of_tokens_has_a_tile_on_every_device(is_packed):
+    for mean in (*few.MEANS, 2 * few.MAX_MEAN_TOKENS):
+        for num_pairs in (64 * mean - 63, 64 * mean, 64 * mean + 1):
+            for tile in on_every_device(partial(few.tile_of, num_pairs, 64, is_packed, False)):
+                assert tile.rows >= 16 and tile.tokens >= 8 and tile.inputs % few.GROUP_SIZE == 0
+    assert on_every_device(partial(few.tile_of, 1, 64, is_packed, True))

@@ -1,11 +1,14 @@
 """The kernels before the experts' products without a GPU: interpreted, and compiled for Hopper."""
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from ops.hopper import resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
+from ops.pinned import on_every_device
 
 from baltoro.ops.moe import few, pairs
 from baltoro.ops.triton import padded_width
@@ -129,7 +132,6 @@ def test_the_experts_of_few_tokens_compile_without_lost_registers(
     latent, inner, is_packed, num_pairs
 ):
     is_single = num_pairs == 1
-    tile = few.tile_of(num_pairs, 64, is_packed, is_single)
     common = {
         "weight": "*u8" if is_packed else "*bf16", "scale": "*u8" if is_packed else None,
         "ids": "*i64", "pair": None if is_single else "*i64",
@@ -141,7 +143,8 @@ def test_the_experts_of_few_tokens_compile_without_lost_registers(
         "x": "*bf16", "x_stride": "i32:16", "beta": "fp32", "linear_beta": "fp32", "A": 6,
         "IS_SITU": True, "IS_CAPPED": True, "IS_SQUARE": True, "IS_EXACT": False,
     }  # fmt: skip
-    sizes = few._sizes(tile)
-    num_warps = sizes.pop("num_warps")
-    for kernel, own in ((few.gate_up_kernel, gate_up), (few.down_kernel, {"y": "*bf16"})):
-        assert resources(kernel, {**common, **own, **sizes}, num_warps).stack_bytes <= MAX_STACK
+    for tile in on_every_device(partial(few.tile_of, num_pairs, 64, is_packed, is_single)):
+        sizes = few._sizes(tile)
+        num_warps = sizes.pop("num_warps")
+        for kernel, own in ((few.gate_up_kernel, gate_up), (few.down_kernel, {"y": "*bf16"})):
+            assert resources(kernel, {**common, **own, **sizes}, num_warps).stack_bytes <= MAX_STACK

@@ -13,15 +13,16 @@ four even and four odd codes of four bytes come out apart; `in_code_order` moves
 columns alike.
 """
 
-import math
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
 from baltoro.ops.impl import ImplError
+from baltoro.ops.launch_table import derived, launch
 from baltoro.ops.moe import pieces
 from baltoro.ops.moe.pairs import sort_slots
 from baltoro.ops.moe.pieces import glu_parts
@@ -30,6 +31,7 @@ from baltoro.ops.mxfp4 import GROUP_SIZE, Mxfp4Tensor
 from baltoro.ops.triton import cdiv, enqueue
 
 GROUP = tl.constexpr(GROUP_SIZE)
+MEANS = (2, 6, 12, 28, 40)  # most tokens that an expert has in the mean, of a class; one has more
 MAX_MEAN_TOKENS = 256  # of an expert: with more, products of bf16 weights are grouped ones
 
 # four bytes b0 to b3 to their low codes ($0, $1) and their high codes ($2, $3), each times 2^126;
@@ -236,29 +238,20 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# measured on an H200; tables by the most tokens that an expert has in the mean
-SINGLE_TILE, PACKED_SINGLE_TILE = Tile(64, 8, 64, 2, 4), Tile(64, 8, 256, 4, 3)  # pairs as slots
-TILES = (
-    (6, Tile(32, 8, 64, 2, 4)),
-    (12, Tile(64, 16, 64, 2, 4)),
-    (40, Tile(64, 32, 64, 4, 3)),
-    (math.inf, Tile(64, 64, 64, 4, 3)),
-)
-PACKED_TILES = (
-    (2, Tile(128, 8, 256, 4, 2)),
-    (6, Tile(64, 8, 256, 2, 3)),
-    (12, Tile(64, 16, 256, 2, 3)),
-    (28, Tile(128, 32, 64, 4, 3)),
-    (math.inf, Tile(128, 64, 64, 4, 3)),
-)
-
-
-def tile_of(num_pairs: int, num_experts: int, is_packed: bool, is_single: bool) -> Tile:
+def tile_of(
+    num_pairs: int, num_experts: int, is_packed: bool, is_single: bool, device: torch.device
+) -> Tile:
     """How to launch both products."""
-    if is_single:
-        return PACKED_SINGLE_TILE if is_packed else SINGLE_TILE
-    table = PACKED_TILES if is_packed else TILES
-    return next(tile for most, tile in table if num_pairs <= most * num_experts)
+    kind = "single"
+    if not is_single:
+        mean = -(-num_pairs // num_experts)
+        kind = next((f"t{most}" for most in MEANS if mean <= most), "more")
+    return _tile("mxfp4" if is_packed else "bf16", kind, device)
+
+
+@derived
+def _tile(dtype: str, kind: str, device: torch.device) -> Tile:
+    return Tile(**launch("moe_few", f"{dtype} {kind}", device))
 
 
 def moe_experts(
@@ -268,12 +261,8 @@ def moe_experts(
     gate_up: Tensor | Mxfp4Tensor,
     down: Tensor | Mxfp4Tensor,
     glu: Glu,
-    shapes: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
-    """`ops.moe.moe_experts` and `moe_experts_mxfp4` without gradients, ids unchecked.
-
-    `shapes` are launches of both products with slots of one size, to be measured.
-    """
+    """`ops.moe.moe_experts` and `moe_experts_mxfp4` without gradients, ids unchecked."""
     gate_up, gate_up_scale = _fields(gate_up)
     down, down_scale = _fields(down)
     scales = [scale for scale in (gate_up_scale, down_scale) if scale is not None]
@@ -291,23 +280,24 @@ def moe_experts(
     ids = expert_ids.contiguous()
     # then few pairs share an expert
     is_single = x.shape[0] == 1 or num_pairs * 8 <= num_experts
-    first, second = shapes or (tile_of(num_pairs, num_experts, is_packed, is_single),) * 2
+    tile = tile_of(num_pairs, num_experts, is_packed, is_single, x.device)
     pair, slots, num_slots = None, None, num_pairs
     if not is_single:
-        pair, slots = sort_slots(ids, num_experts, first.tokens)
+        pair, slots = sort_slots(ids, num_experts, tile.tokens)
         num_slots = slots.shape[0]
     act = x.new_empty((num_pairs, width))
     y = x.new_empty((num_pairs, num_outputs))
     form = {"IS_PACKED": is_packed, "IS_SINGLE": is_single, "IS_PLAIN": knobs.runtime.interpret}
+    form |= _sizes(tile)
     enqueue(
-        gate_up_kernel, (cdiv(2 * width, first.rows), num_slots),
+        gate_up_kernel, (cdiv(2 * width, tile.rows), num_slots),
         x, gate_up, gate_up_scale, ids, pair, slots, act, x.stride(0), *pieces.caps(glu),
-        A=num_active, Z=num_outputs, F=width, **pieces.kind(glu, x.dtype), **form, **_sizes(first),
+        A=num_active, Z=num_outputs, F=width, **pieces.kind(glu, x.dtype), **form,
     )  # fmt: skip
     enqueue(
-        down_kernel, (cdiv(num_outputs, second.rows), num_slots),
+        down_kernel, (cdiv(num_outputs, tile.rows), num_slots),
         act, down, down_scale, ids, pair, slots, y, F=width, Z=num_outputs,
-        **form, **_sizes(second),
+        **form,
     )  # fmt: skip
     return pieces.combine(y, None, weights.contiguous(), is_weighted=True)
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...impl import ImplError
+from ...launch_table import Launch, dtype_class, launch
 from ...short_conv.triton import MAX_WIDTH, load_tap
 from ...triton import add_pairs, refuse_unserved, rows_of
 from ..decode import DecodeInputs, DecodeWeights, StatePool
@@ -217,9 +218,13 @@ def decode_kernel(
                 store_window(window, of_v, is_live, v_1, v_2, v_3, W)
 
 
-def num_warps_of(key_dim: int, value_dim: int) -> int:
-    """No more threads than channels: those of q, k and v would be loaded many times over."""
-    return max(1, min(key_dim, value_dim) // 32)
+def shape_of(key_dim: int, value_dim: int, states: Tensor, is_one: bool) -> Launch:
+    """Warps, and registers a thread where they are bounded.
+
+    More threads than channels would load those of q, k and v many times over.
+    """
+    dtype, dim = dtype_class(states.dtype), min(key_dim, value_dim)
+    return launch("kda_decode", f"{dtype} d{dim} {'one' if is_one else 'more'}", states.device)
 
 
 def decode_kda(
@@ -256,6 +261,6 @@ def decode_kda(
             *(x.stride(0) for x in rows), *(x.stride(0) for x in pool),
             H, 0.0 if lower_bound is None else lower_bound, norm_eps, eps,
             K=K, V=V, W=W, IS_ONE=cu_seqlens is None, KEEPS_ALL=num_kept is None,
-            IS_BOUNDED=lower_bound is not None, num_warps=num_warps_of(K, V),
+            IS_BOUNDED=lower_bound is not None, **shape_of(K, V, pool.states, cu_seqlens is None),
         )  # fmt: skip
     return y

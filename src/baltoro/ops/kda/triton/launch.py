@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...launch_table import Launch, derived, dtype_class, launch
 from ...triton import cdiv, enqueue, padded_width
 from .gradients import gradients_kernel, row_gradients_kernel
 from .gradients_sm90 import gradients_sm90_kernel
@@ -24,9 +25,7 @@ from .tiles import CHUNK, table_kernel
 C = CHUNK.value
 SM90_DIMS = (64, 128)
 SM90_COLUMNS = 64  # value columns of a Hopper scan, key channels of a Hopper gradient strip
-PORTABLE_COLUMNS = 16
-MULTIPROCESSORS = 132  # of an H200
-PREP_REGISTERS = 168  # a thread: three programs fit a multiprocessor
+SCAN_DTYPE = "fp32"  # of the portable scans: in bf16 the Hopper ones serve all that is not widened
 
 
 class Gate(NamedTuple):
@@ -81,27 +80,42 @@ def serves_sm90(q: torch.Tensor, v: torch.Tensor) -> bool:
     return q.dtype == torch.bfloat16 and all(dim in SM90_DIMS for dim in dims)
 
 
-def scan_shape(K: int, V: int, is_sm90: bool) -> tuple[int, dict[str, object]]:
+def scan_shape(
+    K: int, V: int, is_sm90: bool, device: torch.device
+) -> tuple[int, dict[str, object]]:
     """Columns that a program of a scan has, and what its kernel is compiled with."""
     if is_sm90:
         return SM90_COLUMNS, {"K": K, "V": V, "num_warps": 4}
-    columns = min(V, PORTABLE_COLUMNS)
-    return columns, {"K": K, "V": V, "BV": columns, "PRECISION": "tf32x3", "num_warps": 4}
+    shape = launch("kda_scan", SCAN_DTYPE, device)
+    columns = min(K, V, shape["columns"])  # in segments a program has columns of either
+    constants = {"K": K, "V": V, "BV": columns, "PRECISION": "tf32x3"}
+    return columns, {**constants, "num_warps": shape["num_warps"]}
 
 
-def segment_length(num_tokens: int, num_sequences: int, num_programs: int) -> int:
+def segment_length(
+    num_tokens: int, num_sequences: int, num_programs: int, device: torch.device
+) -> int:
     """Chunks in a segment of a scan; 0 if sequences, of `num_programs` each, are not cut.
 
-    They are cut where whole ones would leave two thirds of the multiprocessors idle, so that the
-    second pass fills them about once: it takes three segments to win back the first pass. A segment
-    is not so short that the fold, a step for each, would take longer than it.
+    They are cut where there is room for three times their programs, since the first pass has to be
+    won back; the second pass then fills the device about once. A segment is not so short that the
+    fold, a step for each, would take longer than it.
     """
     chunks = num_chunks(num_tokens, num_sequences)
-    abreast = MULTIPROCESSORS // max(1, num_programs)
-    is_short = num_sequences > SEQUENCES.value or chunks < 32 * num_sequences
-    if is_short or abreast < 3 * num_sequences:
+    programs, sequences = max(1, num_programs), max(1, num_sequences)
+    shape = _segment_shape(programs, chunks // sequences, device)
+    abreast = shape["programs"] // programs
+    if sequences > SEQUENCES.value or abreast < 3 * sequences:
         return 0
-    return max(8, cdiv(chunks, abreast), math.isqrt(chunks))
+    return max(shape["chunks"], cdiv(chunks, abreast), math.isqrt(chunks))
+
+
+@derived
+def _segment_shape(programs: int, chunks: int, device: torch.device) -> Launch:
+    """For up to that many programs and from that many chunks of a sequence, powers of two."""
+    most = padded_width(min(max(programs, 8), 128))
+    least = 1 << (min(max(chunks, 16), 256).bit_length() - 1)
+    return launch("kda_segments", f"p{most} c{least}", device)
 
 
 def segment_slots(num_tokens: int, num_sequences: int, length: int) -> int:
@@ -118,8 +132,8 @@ def outputs(
     N = cu_seqlens.shape[0] - 1
     M = num_chunks(T, N)
     kept = M if is_kept else 0
-    columns, _ = scan_shape(K, V, serves_sm90(q, v))
-    slots = segment_slots(T, N, segment_length(T, N, H * V // columns))
+    columns, _ = scan_shape(K, V, serves_sm90(q, v), q.device)
+    slots = segment_slots(T, N, segment_length(T, N, H * V // columns, q.device))
     saved = Saved(
         kp=q.new_empty(M, H, C, K),
         kc=q.new_empty(M, H, C, K),
@@ -192,14 +206,15 @@ def run_forward(
         enqueue(
             prep_sm90_kernel, (H, M), *prep_arguments,
             K=K, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize, num_warps=4,
-            maxnreg=PREP_REGISTERS,
+            **launch("kda_prep_sm90", f"k{K}", q.device),
         )  # fmt: skip
     elif M > 0:
+        shape = launch("kda_prep", dtype_class(q.dtype), q.device)
         enqueue(
             prep_kernel, (H, M), *prep_arguments,
-            K=K, BK=min(K, PORTABLE_COLUMNS), FROM_LOGITS=from_logits,
+            K=K, BK=min(K, shape["columns"]), FROM_LOGITS=from_logits,
             IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
-            PRECISION="tf32x3", num_warps=2, num_stages=1,
+            PRECISION="tf32x3", num_warps=shape["num_warps"], num_stages=1,
         )  # fmt: skip
     scan_forward(v, cu_seqlens, initial_state, o, final_state, saved, is_sm90, is_kept)
     return o, final_state, saved
@@ -219,8 +234,8 @@ def scan_forward(
     T, H, V = v.shape
     K = saved.gamma.shape[-1]
     N = cu_seqlens.shape[0] - 1
-    columns, constants = scan_shape(K, V, is_sm90)
-    length = segment_length(T, N, H * V // columns)
+    columns, constants = scan_shape(K, V, is_sm90, v.device)
+    length = segment_length(T, N, H * V // columns, v.device)
     slots = saved.transitions.shape[0]
     ends = saved.gamma.new_empty(slots, H, V, K)
     constants["HAS_INITIAL"] = initial_state is not None
@@ -255,8 +270,8 @@ def scan_reverse(
     T, H, V = do.shape
     K = saved.gamma.shape[-1]
     N = cu_seqlens.shape[0] - 1
-    columns, constants = scan_shape(K, V, is_sm90)
-    length = segment_length(T, N, H * V // columns)
+    columns, constants = scan_shape(K, V, is_sm90, do.device)
+    length = segment_length(T, N, H * V // columns, do.device)
     slots = saved.transitions.shape[0]
     ends = saved.gamma.new_empty(slots, H, V, K)
     for i in (1, 2) if length else (0,):
@@ -275,10 +290,12 @@ def fold(ends: torch.Tensor, saved: Saved, length: int, is_reverse: bool) -> Non
     """Let every end of `ends` `[slots, H, V, K]` include what came from the segments before."""
     _, H, V, K = ends.shape
     N = saved.offsets.shape[0] - 1
-    columns = min(V, PORTABLE_COLUMNS)
+    shape = launch("kda_fold", dtype_class(ends.dtype), ends.device)
+    columns = min(V, shape["columns"])
     enqueue(
         fold_kernel, (H * V // columns, N), ends, saved.transitions, saved.offsets, H, length,
-        K=K, V=V, BV=columns, IS_REVERSE=is_reverse, PRECISION="tf32x3", num_warps=8, num_stages=2,
+        K=K, V=V, BV=columns, IS_REVERSE=is_reverse, PRECISION="tf32x3",
+        num_warps=shape["num_warps"], num_stages=shape["num_stages"],
     )  # fmt: skip
 
 
@@ -343,24 +360,26 @@ def portable_gradients(
     _, H, K = q.shape
     V = v.shape[-1]
     M = saved.table.shape[0]
-    is_low = q.dtype == torch.bfloat16
+    dtype = dtype_class(q.dtype)
     from_logits = gate.a_log is not None
     pairs = saved.aqk.new_empty(M, H, 2, C, C)
     products = saved.beta.new_empty(M, H, 3, C)
+    shape = launch("kda_row_gradients", dtype, q.device)
     enqueue(
         row_gradients_kernel, (H, M),
         v, o, do, grads.dv, saved.v_new, saved.beta, saved.table, grads.dbeta, pairs, products, H,
-        V=V, BV=64 if is_low else 16, FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
-        PRECISION="tf32x3", num_warps=4 if is_low else 2, num_stages=1,
+        V=V, BV=min(V, shape["values"]), FROM_LOGITS=from_logits, NORMALIZE=gate.normalize,
+        PRECISION="tf32x3", num_warps=shape["num_warps"], num_stages=1,
     )  # fmt: skip
-    columns = min(K, PORTABLE_COLUMNS)
+    shape = launch("kda_gradients", dtype, q.device)
+    columns = min(K, shape["columns"])
     enqueue(
         gradients_kernel, (H * K // columns, M),
         q, k, g, do, grads.dv, saved.v_new, saved.states, d_states, saved.gamma, saved.norms, pairs,
         products, gate.a_log, gate.dt_bias, saved.table, grads.dq, grads.dk, grads.dg, *parts,
         K**-0.5 if gate.normalize else 1.0, gate.lower_bound or 0.0, H,
-        K=K, V=V, BK=columns, BV=min(V, 64), FROM_LOGITS=from_logits,
+        K=K, V=V, BK=columns, BV=min(V, shape["values"]), FROM_LOGITS=from_logits,
         IS_BOUNDED=gate.lower_bound is not None, NORMALIZE=gate.normalize,
-        IS_TRANSPOSED=serves_sm90(q, v), PARTS=2 if is_low else 3,
-        PRECISION="tf32x3", num_warps=2, num_stages=1,
+        IS_TRANSPOSED=serves_sm90(q, v), PARTS=2 if dtype == "bf16" else 3,
+        PRECISION="tf32x3", num_warps=shape["num_warps"], num_stages=1,
     )  # fmt: skip
