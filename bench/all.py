@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-OURS = ("ours", "triton", "gram")  # how benches call what this repository has for it
+OURS = ("ours", "triton")  # how benches call what this repository has for it
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,22 @@
-"""Time the orthogonalisation of heads' matrices on a GPU beside its floor and the loop in bf16.
+"""Time Muon's parts on a GPU beside their floors and plain PyTorch.
 
     PYTHONPATH=src python3 bench/muon.py [--budget 40] [--out bench/results/muon.json]
 
-`loop` is `newton_schulz(impl="torch")` with bf16 products, `compile` torch.compile of it, `gram`
-the Gram form in Triton (`impl="triton"`), and its three kernels one by one.
+`newton_schulz`: `loop` is `impl="torch"` with bf16 products, `compile` torch.compile of it, and
+`triton` `impl="triton"`, up to 128 rows the Gram form, with its three kernels one by one, beyond the
+loop.
+`around`: what stands before and behind the products, for bf16 gradients and parameters; `lists` is
+`ops.muon` in lists of plain PyTorch, `triton` in kernels.
 Times are medians of CUDA-graph replays with the cache flushed. Errors are relative norms against
 fp64, on normal numbers and on matrices whose singular values fall as a power law or end after a
-few; nothing is reported where the Gram form errs more than the loop.
+few; nothing is reported where ours errs more than the loop.
 
-Floor of r x c matrices: X read twice and written once at a measured copy rate, since its square is
-needed before its second use and X does not fit the cache; or the 4 r^2 c operations of its two
-products at a measured bf16 rate. What the steps on the short side take is no part of it.
+Floor of r x c matrices up to 128 rows: X read twice and written once at a measured copy rate,
+since its square is needed before its second use and X does not fit the cache; or the 4 r^2 c
+operations of its two products at a measured bf16 rate. What the steps on the short side take is no
+part of it.
+Beyond: five times the 3 r^2 c + r^3 operations of a step whose symmetric products are halved.
+Around: 24 bytes an entry, momentum, weight, gradient, parameter and directions once each way.
 """
 
 import argparse
@@ -24,20 +30,25 @@ from timing import Rates, graph_ms
 from torch import Tensor
 
 from baltoro.ops.launch_table import launch
+from baltoro.ops.muon import MuonBlocks, Stack, stack_of
 from baltoro.ops.newton_schulz import newton_schulz
 from baltoro.ops.newton_schulz import triton as kernels
 from baltoro.ops.newton_schulz.shared import COEFFICIENTS, NORM_EPS
 
+BF16, FP32 = torch.bfloat16, torch.float32
 # heads of `k3`; heads of `small` over its width, over a latent, and halves of those
 SHAPES = (
-    (96, 128, 7168, torch.bfloat16),
-    (96, 128, 7168, torch.float32),
-    (240, 128, 768, torch.float32),
-    (30, 128, 384, torch.float32),
-    (60, 128, 256, torch.float32),
-    (21, 64, 768, torch.float32),
-    (30, 64, 384, torch.float32),
+    (96, 128, 7168, BF16),
+    (96, 128, 7168, FP32),
+    (240, 128, 768, FP32),
+    (30, 128, 384, FP32),
+    (60, 128, 256, FP32),
+    (21, 64, 768, FP32),
+    (30, 64, 384, FP32),
+    (1024, 384, 448, BF16),  # experts of `small`
+    (36, 768, 768, BF16),
 )
+EXPERTS = (16, 64, 448, 384)  # parameters, matrices of each, rows, columns
 
 
 def orthogonal(x: Tensor, impl: str) -> Tensor:
@@ -65,10 +76,10 @@ def errors(rows: int, columns: int, dtype: torch.dtype) -> dict[str, dict[str, f
         exact = newton_schulz(rounded.double(), compute_dtype=torch.float64, impl="torch")
         found[name] = {
             way: float((orthogonal(rounded, impl) - exact).norm() / exact.norm())
-            for way, impl in (("loop", "torch"), ("gram", "triton"))
+            for way, impl in (("loop", "torch"), ("triton", "triton"))
         }
         # where few values are not 0, both show how fp32 numbers round to bf16 and little else
-        if not found[name]["gram"] <= 1.1 * found[name]["loop"]:
+        if not found[name]["triton"] <= 1.1 * found[name]["loop"]:
             raise SystemExit(f"bench: {name} {rows} x {columns} {dtype}: {found[name]}; no times")
     return found
 
@@ -79,7 +90,7 @@ def kernel_times(x: Tensor) -> dict[str, float]:
     gram, factor, apply = (
         launch(f"newton_schulz_{name}", f"r{R}", x.device) for name in ("gram", "factor", "apply")
     )
-    rounded, out = x.to(torch.bfloat16), torch.empty_like(x)
+    rounded, out = x.to(BF16), torch.empty_like(x)
     num_parts = -(-C // gram["part"])
     parts = torch.empty(B, num_parts, R, R, device="cuda")
     factors = torch.empty(B, 2, R, R, dtype=torch.bfloat16, device="cuda")
@@ -106,6 +117,33 @@ def kernel_times(x: Tensor) -> dict[str, float]:
     return {f"{name}_ms": graph_ms(run) for name, run in runs.items()}
 
 
+def floor_ms(rates: Rates, x: Tensor) -> float:
+    B, R, C = x.shape
+    if R > kernels.MAX_ROWS:
+        return rates.floor_ms(0, 5 * B * (3 * R * R * C + R**3))
+    return rates.floor_ms(3 * x.numel() * x.element_size(), 4 * B * R * R * C)
+
+
+def around(rates: Rates) -> dict[str, object]:
+    """Directions and updates of experts, without the products."""
+    count, *shape = EXPERTS
+    held = [
+        [torch.randn(shape, device="cuda").to(dtype) for dtype in (FP32, FP32, BF16, BF16)]
+        for _ in range(count)
+    ]
+    entries = [MuonBlocks(weight=w, momentum=m, grad=g, low=p) for w, m, g, p in held]
+    row: dict[str, object] = {"op": "around", "parameters": count, "matrices": shape}
+    row["floor"] = {"ms": rates.floor_ms(24 * count * held[0][0].numel())}
+    for way, impl in (("lists", "torch"), ("triton", "triton")):
+        stack = stack_of(entries, impl=impl)
+
+        def run(stack: Stack = stack) -> None:
+            stack.update(stack.directions(0.95), decay=0.999, rate=1e-3)
+
+        row[way] = {"ms": graph_ms(run)}
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("bench/results/muon.json"))
@@ -123,25 +161,27 @@ def main() -> None:
             print(f"bench: budget spent; {len(SHAPES) - index} shapes left out", flush=True)
             break
         x = torch.randn(B, R, C, device="cuda").to(dtype)
-        size = 3 * x.numel() * x.element_size()
         row = {
             "op": "newton_schulz",
             "matrices": B,
             "rows": R,
             "columns": C,
             "dtype": str(dtype).removeprefix("torch."),
-            "floor": {"ms": rates.floor_ms(size, 4 * B * R * R * C)},
+            "floor": {"ms": floor_ms(rates, x)},
             "errors": errors(R, C, dtype),
-            "gram": {"ms": graph_ms(lambda x=x: orthogonal(x, "triton"))},
+            "triton": {"ms": graph_ms(lambda x=x: orthogonal(x, "triton"))},
             "loop": {"ms": graph_ms(lambda x=x: orthogonal(x, "torch"))},
         }
         if index == 0:
             row["compile"] = {"ms": graph_ms(lambda x=x: compiled(x, "torch"))}
         if C > 4 * R:
-            row["gram"]["kernels"] = kernel_times(x)
+            row["triton"]["kernels"] = kernel_times(x)
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    result["rows"].append(around(rates))
+    print(json.dumps(result["rows"][-1]), flush=True)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
