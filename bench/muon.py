@@ -3,8 +3,8 @@
     PYTHONPATH=src python3 bench/muon.py [--budget 40] [--out bench/results/muon.json]
 
 `newton_schulz`: `loop` is `impl="torch"` with bf16 products, `compile` torch.compile of it, and
-`triton` `impl="triton"`, up to 128 rows the Gram form, with its three kernels one by one, beyond the
-loop.
+`triton` `impl="triton"`: up to 128 rows the Gram form, with its three kernels one by one, beyond
+the loop.
 `around`: what stands before and behind the products, for bf16 gradients and parameters; `lists` is
 `ops.muon` in lists of plain PyTorch, `triton` in kernels.
 Times are medians of CUDA-graph replays with the cache flushed. Errors are relative norms against
