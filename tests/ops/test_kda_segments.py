@@ -62,13 +62,15 @@ import torch
 import triton
 import triton.language as tl
 from baltoro.ops.kda.triton.launch import num_chunks, segment_slots
-from baltoro.ops.kda.triton.segments import segment_at
+from baltoro.ops.kda.triton.segments import SEQUENCES, segment_at
 
 
 @triton.jit
 def kernel(found, offsets, num_sequences, length):
     slot = tl.program_id(0)
-    sequence, place, segments = segment_at(slot, offsets, num_sequences, length)
+    sequence, place, segments = segment_at(
+        slot, tl.arange(0, SEQUENCES), offsets, num_sequences, length
+    )
     tl.store(found + slot * 3, sequence)
     tl.store(found + slot * 3 + 1, place)
     tl.store(found + slot * 3 + 2, segments)

@@ -162,6 +162,83 @@ def row_norms(norms, rows, NORMALIZE: tl.constexpr):
 
 
 @triton.jit
+def half_inputs(
+    q, k, g, norm, place, is_valid, rows, bias, rate, lower_bound, scale,
+    FROM_LOGITS: tl.constexpr, IS_BOUNDED: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Of the half at `place`: its steps, inverse norms of q and k, both at their final length."""
+    gate = load_log2_gate(g, place, is_valid, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED)
+    q_norm = row_norms(norm, rows, NORMALIZE)
+    k_norm = row_norms(norm + CHUNK, rows, NORMALIZE)
+    q = tl.load(q + place, mask=is_valid, other=0.0).to(tl.float32) * (q_norm * scale)[:, None]
+    k = tl.load(k + place, mask=is_valid, other=0.0).to(tl.float32) * k_norm[:, None]
+    return gate, q_norm, k_norm, q, k
+
+
+@triton.jit
+def far_gradients(pair, k_lo, q_hi, k_hi, far, since, rows, PRECISION: tl.constexpr):
+    """Pairs of a row in the second half and one in the first: of its q and k, and of the first's k.
+
+    `far` and `since`: what decays until the first half's end, and from there.
+    """
+    low = pair.dtype.element_ty
+    square = rows[:, None] * CHUNK + rows[None, :]
+    below = pair + HALF * CHUNK + square
+    above = pair + HALF + square
+    x = (k_lo * far).to(low)
+    read_q = tl.dot(tl.load(below), x, input_precision=PRECISION) * since
+    read_k = tl.dot(tl.load(below + CHUNK * CHUNK), x, input_precision=PRECISION) * since
+    x = (q_hi * since).to(low)
+    write = tl.dot(tl.load(above), x, input_precision=PRECISION)
+    x = (k_hi * since).to(low)
+    write = tl.dot(tl.load(above + CHUNK * CHUNK), x, write, input_precision=PRECISION) * far
+    return read_q, read_k, write
+
+
+@triton.jit
+def state_gradients(
+    do, dv, v_new, states, d_states, channels, rows, is_lo, is_hi, num_heads,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Reads of the incoming state by q and k, writes that reach the outgoing one, of either half.
+
+    First of all the sum of products of both states, [BK].
+    """
+    low = v_new.dtype.element_ty
+    through = tl.zeros([BK], tl.float32)
+    rq_lo = tl.zeros([HALF, BK], tl.float32)
+    rk_lo = rq_lo
+    wk_lo = rq_lo
+    rq_hi = rq_lo
+    rk_hi = rq_lo
+    wk_hi = rq_lo
+    for part in tl.range(0, V // BV, num_stages=1):
+        columns = part * BV + tl.arange(0, BV)
+        state = columns[:, None] * (1 if not IS_TRANSPOSED else K)
+        state += channels[None, :] * (V if not IS_TRANSPOSED else 1)
+        S_VK = tl.load(states + state)
+        dS_VK = tl.load(d_states + state)
+        through += tl.sum(S_VK.to(tl.float32) * dS_VK.to(tl.float32), 0)
+        value = rows[:, None] * (num_heads * V) + columns[None, :]
+        next_value = value + HALF * num_heads * V
+        has_lo = is_lo[:, None] & (columns >= 0)[None, :]
+        has_hi = is_hi[:, None] & (columns >= 0)[None, :]
+        here = v_new + rows[:, None] * V + columns[None, :]
+        d = tl.load(do + value, mask=has_lo, other=0.0).to(low)
+        rq_lo = tl.dot(d, S_VK, rq_lo, input_precision=PRECISION)
+        d = tl.load(do + next_value, mask=has_hi, other=0.0).to(low)
+        rq_hi = tl.dot(d, S_VK, rq_hi, input_precision=PRECISION)
+        d = tl.load(dv + value, mask=has_lo, other=0.0).to(low)
+        rk_lo = tl.dot(d, S_VK, rk_lo, input_precision=PRECISION)
+        d = tl.load(dv + next_value, mask=has_hi, other=0.0).to(low)
+        rk_hi = tl.dot(d, S_VK, rk_hi, input_precision=PRECISION)
+        wk_lo = tl.dot(tl.load(here), dS_VK, wk_lo, input_precision=PRECISION)
+        wk_hi = tl.dot(tl.load(here + HALF * V), dS_VK, wk_hi, input_precision=PRECISION)
+    return through, rq_lo, rk_lo, wk_lo, rq_hi, rk_hi, wk_hi
+
+
+@triton.jit
 def gradients_kernel(
     q, k, g, do, dv, v_new, states, d_states, gamma, norms, pairs, products, a_log, dt_bias, table,
     dq, dk, dg, d_bias_parts, d_rate_parts,
@@ -212,79 +289,37 @@ def gradients_kernel(
     pair = pairs + chunk * 2 * CHUNK * CHUNK
     product = products + chunk * 3 * CHUNK + rows
 
-    gate_lo = load_log2_gate(g, lo, in_lo, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED)
-    q_norm_lo = row_norms(norm, rows, NORMALIZE)
-    k_norm_lo = row_norms(norm + CHUNK, rows, NORMALIZE)
-    q_lo = tl.load(q + lo, mask=in_lo, other=0.0).to(tl.float32) * (q_norm_lo * scale)[:, None]
-    k_lo = tl.load(k + lo, mask=in_lo, other=0.0).to(tl.float32) * k_norm_lo[:, None]
+    gate_lo, q_norm_lo, k_norm_lo, q_lo, k_lo = half_inputs(
+        q, k, g, norm, lo, in_lo, rows, bias, rate, lower_bound, scale,
+        FROM_LOGITS, IS_BOUNDED, NORMALIZE,
+    )  # fmt: skip
     dq_lo, dk_lo, dg_lo, since_lo, until_lo = half_gradients(
         q_lo, k_lo, gate_lo, pair, tl.load(product), rows, PARTS, PRECISION
     )
-    gate_hi = load_log2_gate(g, hi, in_hi, bias, rate, lower_bound, FROM_LOGITS, IS_BOUNDED)
-    q_norm_hi = row_norms(norm + HALF, rows, NORMALIZE)
-    k_norm_hi = row_norms(norm + CHUNK + HALF, rows, NORMALIZE)
-    q_hi = tl.load(q + hi, mask=in_hi, other=0.0).to(tl.float32) * (q_norm_hi * scale)[:, None]
-    k_hi = tl.load(k + hi, mask=in_hi, other=0.0).to(tl.float32) * k_norm_hi[:, None]
+    gate_hi, q_norm_hi, k_norm_hi, q_hi, k_hi = half_inputs(
+        q, k, g, norm + HALF, hi, in_hi, rows, bias, rate, lower_bound, scale,
+        FROM_LOGITS, IS_BOUNDED, NORMALIZE,
+    )  # fmt: skip
     dq_hi, dk_hi, dg_hi, since_hi, until_hi = half_gradients(
         q_hi, k_hi, gate_hi, pair + HALF * CHUNK + HALF, tl.load(product + HALF), rows, PARTS,
         PRECISION,
     )  # fmt: skip
 
-    # the halves meet: rows of the second, columns of the first
     since_hi = tl.exp2(since_hi)
     far = tl.exp2(until_lo)
-    square = rows[:, None] * CHUNK + rows[None, :]
-    below = pair + HALF * CHUNK + square
-    above = pair + HALF + square
-    x = (k_lo * far).to(low)
-    read_q = tl.dot(tl.load(below), x, input_precision=PRECISION) * since_hi
-    read_k = tl.dot(tl.load(below + CHUNK * CHUNK), x, input_precision=PRECISION) * since_hi
-    x = (q_hi * since_hi).to(low)
-    write = tl.dot(tl.load(above), x, input_precision=PRECISION)
-    x = (k_hi * since_hi).to(low)
-    write = tl.dot(tl.load(above + CHUNK * CHUNK), x, write, input_precision=PRECISION) * far
-
+    read_q, read_k, write = far_gradients(pair, k_lo, q_hi, k_hi, far, since_hi, rows, PRECISION)
     dq_hi += read_q
     dk_hi += read_k
     dk_lo += write
     reads_hi = q_hi * read_q + k_hi * read_k
     writes_lo = k_lo * write
 
-    do += (start * num_heads + h) * V
-    dv += (start * num_heads + h) * V
-    v_new += chunk * CHUNK * V
-    states += chunk * K * V
-    d_states += chunk * K * V
-    # reads of the incoming state, writes that reach the outgoing one
-    through = tl.zeros([BK], tl.float32)
-    rq_lo = tl.zeros([HALF, BK], tl.float32)
-    rk_lo = rq_lo
-    wk_lo = rq_lo
-    rq_hi = rq_lo
-    rk_hi = rq_lo
-    wk_hi = rq_lo
-    for part in tl.range(0, V // BV, num_stages=1):
-        columns = part * BV + tl.arange(0, BV)
-        state = columns[:, None] * (1 if not IS_TRANSPOSED else K)
-        state += channels[None, :] * (V if not IS_TRANSPOSED else 1)
-        S_VK = tl.load(states + state)
-        dS_VK = tl.load(d_states + state)
-        through += tl.sum(S_VK.to(tl.float32) * dS_VK.to(tl.float32), 0)
-        value = rows[:, None] * (num_heads * V) + columns[None, :]
-        next_value = value + HALF * num_heads * V
-        has_lo = is_lo[:, None] & (columns >= 0)[None, :]
-        has_hi = is_hi[:, None] & (columns >= 0)[None, :]
-        here = v_new + rows[:, None] * V + columns[None, :]
-        d = tl.load(do + value, mask=has_lo, other=0.0).to(low)
-        rq_lo = tl.dot(d, S_VK, rq_lo, input_precision=PRECISION)
-        d = tl.load(do + next_value, mask=has_hi, other=0.0).to(low)
-        rq_hi = tl.dot(d, S_VK, rq_hi, input_precision=PRECISION)
-        d = tl.load(dv + value, mask=has_lo, other=0.0).to(low)
-        rk_lo = tl.dot(d, S_VK, rk_lo, input_precision=PRECISION)
-        d = tl.load(dv + next_value, mask=has_hi, other=0.0).to(low)
-        rk_hi = tl.dot(d, S_VK, rk_hi, input_precision=PRECISION)
-        wk_lo = tl.dot(tl.load(here), dS_VK, wk_lo, input_precision=PRECISION)
-        wk_hi = tl.dot(tl.load(here + HALF * V), dS_VK, wk_hi, input_precision=PRECISION)
+    value = (start * num_heads + h) * V
+    through, rq_lo, rk_lo, wk_lo, rq_hi, rk_hi, wk_hi = state_gradients(
+        do + value, dv + value, v_new + chunk * CHUNK * V, states + chunk * K * V,
+        d_states + chunk * K * V, channels, rows, is_lo, is_hi, num_heads,
+        K, V, BK, BV, IS_TRANSPOSED, PRECISION,
+    )  # fmt: skip
     through *= tl.load(gamma + chunk * K + channels)
     end_lo = tl.sum(gate_lo, 0)
     end_hi = tl.sum(gate_hi, 0)

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .tiles import MIN_BETA
 from .tiles_sm90 import (
     ACC,
     CHANNELS,
@@ -45,8 +46,6 @@ from .tiles_sm90 import (
     store_tile,
     truncated,
 )
-
-MIN_BETA: gl.constexpr = gl.constexpr(2.0**-40)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ few heads it owns one segment of a sequence (`segments.py`).
 import triton
 import triton.language as tl
 
-from .segments import run_of_chunks
+from .segments import SEQUENCES, run_of_chunks
 from .tiles import CHUNK
 
 
@@ -34,8 +34,9 @@ def forward_scan_kernel(
     channels = tl.arange(0, K)
     low = kp.dtype.element_ty
     n, first, count, start, end, place, segments = run_of_chunks(
-        tl.program_id(1), offsets, cu_seqlens, num_sequences, length, IS_CUT
-    )
+        tl.program_id(1), tl.arange(0, SEQUENCES), offsets, cu_seqlens, num_sequences, length,
+        IS_CUT,
+    )  # fmt: skip
     if IS_CUT and n < 0:
         return
 
@@ -102,8 +103,9 @@ def reverse_scan_kernel(
     channels = tl.arange(0, K)
     low = kp.dtype.element_ty
     n, first, count, start, end, place, segments = run_of_chunks(
-        tl.program_id(1), offsets, cu_seqlens, num_sequences, length, PASS > 0
-    )
+        tl.program_id(1), tl.arange(0, SEQUENCES), offsets, cu_seqlens, num_sequences, length,
+        PASS > 0,
+    )  # fmt: skip
     if PASS > 0 and (n < 0) | ((PASS == 1) & (place == 0)):
         return
 

@@ -17,12 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .segments_sm90 import run_of_chunks
+from .segments import SEQUENCES, run_of_chunks
 from .tiles_sm90 import (
     CHUNK,
     COPY64,
     COPY128,
     LEFT,
+    LINE,
     PAIR,
     STRIP,
     TILE,
@@ -58,6 +59,22 @@ def copy_rows(
     copy_line(gamma_s, gamma + chunk * K, K)
 
 
+@gluon.jit
+def scan_memory(K: gl.constexpr):
+    """Where kp, kc, qp, Ainv, Aqk, values, beta and gamma lie; a state and values to store."""
+    kp_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    kc_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    qp_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
+    ainv_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
+    aqk_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
+    value_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
+    beta_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
+    gamma_s = gl.allocate_shared_memory(gl.float32, [K], VECTOR)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, K], TILE)
+    out_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
+    return kp_s, kc_s, qp_s, ainv_s, aqk_s, value_s, beta_s, gamma_s, state_s, out_s
+
+
 @gluon.jit(do_not_specialize=["num_heads", "num_sequences", "length"])
 def forward_scan_sm90_kernel(
     kp, kc, qp, ainv, aqk, gamma, chunk_beta, v, initial_state, offsets, cu_seqlens,
@@ -74,8 +91,9 @@ def forward_scan_sm90_kernel(
     h = gl.program_id(0) // (V // STRIP)
     column = gl.program_id(0) % (V // STRIP) * STRIP
     n, first, count, start, end, place, segments = run_of_chunks(
-        gl.program_id(1), offsets, cu_seqlens, num_sequences, length, IS_CUT
-    )
+        gl.program_id(1), gl.arange(0, SEQUENCES, layout=LINE), offsets, cu_seqlens,
+        num_sequences, length, IS_CUT,
+    )  # fmt: skip
     if IS_CUT and n < 0:
         return
     value_row = column + gl.arange(0, STRIP, layout=gl.SliceLayout(1, STATE))[:, None]
@@ -87,16 +105,7 @@ def forward_scan_sm90_kernel(
     if IS_CUT and place > 0:
         before = ((gl.program_id(1) - 1).to(gl.int64) * num_heads + h) * (K * V)
         S = gl.load(ends + before + value_row * K + channel)
-    kp_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    kc_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    qp_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    ainv_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
-    aqk_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
-    v_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
-    beta_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
-    gamma_s = gl.allocate_shared_memory(gl.float32, [K], VECTOR)
-    state_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, K], TILE)
-    written_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
+    kp_s, kc_s, qp_s, ainv_s, aqk_s, v_s, beta_s, gamma_s, state_s, written_s = scan_memory(K)
     o_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
     zero = gl.zeros([STRIP, CHUNK], gl.float32, layout=PAIR)
     if count > 0:
@@ -179,8 +188,9 @@ def reverse_scan_sm90_kernel(
     h = gl.program_id(0) // (V // STRIP)
     column = gl.program_id(0) % (V // STRIP) * STRIP
     n, first, count, start, end, place, segments = run_of_chunks(
-        gl.program_id(1), offsets, cu_seqlens, num_sequences, length, PASS > 0
-    )
+        gl.program_id(1), gl.arange(0, SEQUENCES, layout=LINE), offsets, cu_seqlens,
+        num_sequences, length, PASS > 0,
+    )  # fmt: skip
     if PASS > 0 and (n < 0) | ((PASS == 1) & (place == 0)):
         return
     value_row = column + gl.arange(0, STRIP, layout=gl.SliceLayout(1, STATE))[:, None]
@@ -192,16 +202,7 @@ def reverse_scan_sm90_kernel(
     if PASS == 2 and place < segments - 1:
         after = ((gl.program_id(1) + 1).to(gl.int64) * num_heads + h) * (K * V)
         dS = gl.load(ends + after + value_row * K + channel)
-    kp_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    kc_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    qp_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, K], TILE)
-    ainv_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
-    aqk_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], TILE)
-    do_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
-    beta_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
-    gamma_s = gl.allocate_shared_memory(gl.float32, [K], VECTOR)
-    state_s = gl.allocate_shared_memory(gl.bfloat16, [STRIP, K], TILE)
-    dv_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
+    kp_s, kc_s, qp_s, ainv_s, aqk_s, do_s, beta_s, gamma_s, state_s, dv_s = scan_memory(K)
     zero = gl.zeros([STRIP, CHUNK], gl.float32, layout=PAIR)
     last = start + (count - 1) * CHUNK
     if count > 0:

@@ -20,9 +20,11 @@ SEQUENCES = tl.constexpr(64)  # most that a cut scan serves
 
 
 @triton.jit
-def segment_at(slot, offsets, num_sequences, length):
-    """Of the segment in a slot: its sequence (-1: none), its place there, the segments there."""
-    n = tl.arange(0, SEQUENCES)
+def segment_at(slot, n, offsets, num_sequences, length):
+    """Of the segment in a slot: its sequence (-1: none), its place there, the segments there.
+
+    `n` counts to `SEQUENCES`; Gluon, which calls this too, wants a layout for that.
+    """
     has = n < num_sequences
     first = tl.load(offsets + n, mask=has, other=0)
     count = tl.load(offsets + n + 1, mask=has, other=0) - first
@@ -35,16 +37,19 @@ def segment_at(slot, offsets, num_sequences, length):
 
 
 @triton.jit
-def run_of_chunks(slot, offsets, cu_seqlens, num_sequences, length, IS_CUT: tl.constexpr):
+def run_of_chunks(
+    slot, numbers, offsets, cu_seqlens, num_sequences, length, IS_CUT: tl.constexpr
+):  # fmt: skip
     """Sequence (-1: none), first chunk, chunks, first token, the sequence's end, place, segments.
 
-    Of the segment in a slot; if nothing is cut, slot n is sequence n.
+    Of the segment in a slot; if nothing is cut, slot n is sequence n. `numbers` count to
+    `SEQUENCES`.
     """
     n = slot
     place = 0
     segments = 1
     if IS_CUT:
-        n, place, segments = segment_at(slot, offsets, num_sequences, length)
+        n, place, segments = segment_at(slot, numbers, offsets, num_sequences, length)
     here = tl.maximum(n, 0)
     first = tl.load(offsets + here)
     count = tl.load(offsets + here + 1) - first
@@ -73,7 +78,7 @@ def segment_ends_kernel(
     column = tl.program_id(0) % ((V + K) // BV) * BV
     slot = tl.program_id(1)
     n, first, count, start, _end, place, segments = run_of_chunks(
-        slot, offsets, cu_seqlens, num_sequences, length, True
+        slot, tl.arange(0, SEQUENCES), offsets, cu_seqlens, num_sequences, length, True
     )
     if (n < 0) | (place == segments - 1) | ((place == 0) & (column >= V)):
         return

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .segments import SEQUENCES, run_of_chunks
 from .tiles_sm90 import (
     CHUNK,
     COPY64,
@@ -27,48 +28,6 @@ from .tiles_sm90 import (
     copy_tile,
     left_rows,
 )
-
-SEQUENCES: gl.constexpr = gl.constexpr(64)  # most that a cut scan serves
-
-
-@gluon.jit
-def segment_at(slot, offsets, num_sequences, length):
-    """Of the segment in a slot: its sequence (-1: none), its place there, the segments there."""
-    n = gl.arange(0, SEQUENCES, layout=LINE)
-    has = n < num_sequences
-    first = gl.load(offsets + n, mask=has, other=0)
-    count = gl.load(offsets + n + 1, mask=has, other=0) - first
-    base = first // length + n
-    segments = gl.maximum((count + length - 1) // length, 1)
-    is_here = has & (base <= slot) & (slot < base + segments)
-    sequence = gl.sum(gl.where(is_here, n + 1, 0), 0) - 1
-    place = slot - gl.sum(gl.where(is_here, base, 0), 0)
-    return sequence, place, gl.sum(gl.where(is_here, segments, 0), 0)
-
-
-@gluon.jit
-def run_of_chunks(
-    slot, offsets, cu_seqlens, num_sequences, length, IS_CUT: gl.constexpr
-):  # fmt: skip
-    """Sequence (-1: none), first chunk, chunks, first token, the sequence's end, place, segments.
-
-    Of the segment in a slot; if nothing is cut, slot n is sequence n.
-    """
-    n = slot
-    place = 0
-    segments = 1
-    if IS_CUT:
-        n, place, segments = segment_at(slot, offsets, num_sequences, length)
-    here = gl.maximum(n, 0)
-    first = gl.load(offsets + here)
-    count = gl.load(offsets + here + 1) - first
-    start = gl.load(cu_seqlens + here).to(gl.int64)
-    if IS_CUT:
-        first += place * length
-        start += place * length * CHUNK
-        count = gl.minimum(count - place * length, length)
-    end = gl.load(cu_seqlens + here + 1)
-    return n.to(gl.int64), first.to(gl.int64), count, start, end, place, segments
 
 
 @gluon.jit
@@ -104,7 +63,7 @@ def segment_ends_sm90_kernel(
     block = gl.program_id(0) % BLOCKS
     slot = gl.program_id(1)
     n, first, count, start, _end, place, segments = run_of_chunks(
-        slot, offsets, cu_seqlens, num_sequences, length, True
+        slot, gl.arange(0, SEQUENCES, layout=LINE), offsets, cu_seqlens, num_sequences, length, True
     )
     if (n < 0) | (place == segments - 1) | ((place == 0) & (block >= V // STRIP)):
         return
