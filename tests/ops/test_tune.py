@@ -6,9 +6,10 @@ from ops.interpreted import assert_runs_interpreted, needs_interpreter
 
 from baltoro import cli
 from baltoro.ops import launch_table
-from baltoro.ops.launch_table import launch, read
-from baltoro.ops.tune import tune
-from baltoro.ops.tune_cases import Case
+from baltoro.ops.launch_table import forget, launch, read, section_of
+from baltoro.ops.tune import tune, why_refused
+from baltoro.ops.tune_case import Case
+from baltoro.ops.tune_cases import KERNELS, cases
 
 CPU = torch.device("cpu")
 KERNEL, CLASS = "rms_norm_forward", "bf16 w128"
@@ -119,6 +120,26 @@ def test_the_table_in_use_is_as_before(tmp_path):
 def test_candidates_give_what_the_pinned_shape_gives_in_the_interpreter():
     pytest.importorskip("triton", reason="triton is not installed")
     assert_runs_interpreted(INTERPRETED)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_case_launches_by_its_own_entry_and_repeats(name, monkeypatch):
+    device = torch.device("cuda", 0)
+    look_up, asked = launch_table._launch, []
+
+    def noted(*key: str):
+        asked.append(key)
+        return look_up(*key)
+
+    monkeypatch.setattr(launch_table, "_launch", noted)
+    for build in cases((name,), device):
+        case = build()
+        forget()
+        asked.clear()
+        first = [x.clone() for x in case.run()]
+        assert (case.kernel, case.shape_class, section_of(device)) in asked
+        assert why_refused(case.run, first) is None and case.candidates
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

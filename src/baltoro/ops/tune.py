@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from .launch_table import TABLE, Launch, Table, launch, pinned, section_of, trying, write
-from .tune_cases import KERNELS, Case, cases
+from .tune_case import Case
+from .tune_cases import KERNELS, cases
 
 try:
     from triton import TritonError

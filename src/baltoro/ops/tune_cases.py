@@ -5,38 +5,33 @@ module registers, so that a backward pass is timed without its forward.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .cross_entropy import linear_cross_entropy
-from .launch_table import Launch, dtype_class, width_class
+from .launch_table import dtype_class, width_class
 from .newton_schulz import newton_schulz
 from .rms_norm import rms_norm
 from .short_conv import short_conv
 from .situ import situ_glu
+from .tune_case import BF16, Case, normal, used
+from .tune_layers import (
+    attn_res_cases,
+    decode_cases,
+    kda_cases,
+    kda_portable_cases,
+    moe_cases,
+)
 
-BF16 = torch.bfloat16
 LANES = 32
 NORM_NUMBERS = 65536 * 768  # of an input
 CONV_TOKENS = 65536
 UNIT_TOKENS = 32768
 LOSS_NUMBERS = 2**27  # logits
 MATRICES = 96
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A kernel to tune for a class of shapes."""
-
-    kernel: str
-    shape_class: str
-    run: Callable[[], Sequence[Tensor]]  # launches the kernel; every result
-    candidates: Sequence[Launch]
 
 
 def norm_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
@@ -48,14 +43,14 @@ def norm_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
 def norm_case(kernel: str, width: int, device: torch.device) -> Case:
     """Heads of 128 with gates, as KDA has them, other widths without."""
     padded = 1 << (width - 1).bit_length()
-    x, d_out = (_normal(NORM_NUMBERS // width, width, device=device) for _ in range(2))
-    gate = _normal(*x.shape, device=device) if width == 128 else None
-    weight = _normal(width, device=device)
+    x, d_out = (normal(NORM_NUMBERS // width, width, device=device) for _ in range(2))
+    gate = normal(*x.shape, device=device) if width == 128 else None
+    weight = normal(width, device=device)
     rms_norm(x[:1], weight, eps=1e-5, impl="triton")  # which registers the operators
     operators: Any = torch.ops.baltoro
     runs = {
         "rms_norm_forward": lambda: [operators.rms_norm_forward(x, weight, gate, 1e-5)],
-        "rms_norm_backward": lambda: _used(
+        "rms_norm_backward": lambda: used(
             operators.rms_norm_backward(x, weight, gate, d_out, 1e-5)
         ),
     }
@@ -80,7 +75,7 @@ def conv_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
 def conv_case(kernel: str, channels: int, device: torch.device) -> Case:
     """A pack of three sequences."""
     T = CONV_TOKENS
-    x, d_y = (_normal(T, channels, device=device) for _ in range(2))
+    x, d_y = (normal(T, channels, device=device) for _ in range(2))
     weight = torch.randn(channels, 4, device=device)
     bounds = torch.tensor([0, T // 50, T // 3, T], dtype=torch.int32, device=device)
     first = torch.tensor([0, 1], dtype=torch.int32, device=device)
@@ -89,7 +84,7 @@ def conv_case(kernel: str, channels: int, device: torch.device) -> Case:
     table = operators.short_conv_forward(x, weight, bounds, None)[2]
     runs = {
         "short_conv_forward": lambda: operators.short_conv_forward(x, weight, bounds, None)[:2],
-        "short_conv_backward": lambda: _used(
+        "short_conv_backward": lambda: used(
             operators.short_conv_backward(x, weight, bounds, None, table, d_y, None)
         ),
     }
@@ -111,8 +106,8 @@ def unit_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
 
 def unit_case(kernel: str, device: torch.device) -> Case:
     """Gate and up side by side, as one product gives them."""
-    gate, up = _normal(UNIT_TOKENS, 2 * 3072, device=device).chunk(2, -1)
-    d_out = _normal(*gate.shape, device=device)
+    gate, up = normal(UNIT_TOKENS, 2 * 3072, device=device).chunk(2, -1)
+    d_out = normal(*gate.shape, device=device)
     situ_glu(gate[:1], up[:1], beta=4.0, linear_beta=25.0, impl="triton")
     operators: Any = torch.ops.baltoro
     runs = {
@@ -139,7 +134,7 @@ def loss_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
 def loss_case(kernel: str, num_words: int, device: torch.device) -> Case:
     """Narrow hidden states, so that products take little of the time."""
     T, D = LOSS_NUMBERS // num_words, 64
-    hidden, weight = _normal(T, D, device=device), _normal(num_words, D, device=device)
+    hidden, weight = normal(T, D, device=device), normal(num_words, D, device=device)
     targets = torch.arange(T, device=device) * 7 % num_words
     d_losses = torch.rand(T, device=device)
     linear_cross_entropy(hidden[:1], weight, targets[:1], impl="triton")
@@ -173,7 +168,7 @@ def newton_schulz_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
 
 def newton_schulz_case(kernel: str, rows: int, columns: int, device: torch.device) -> Case:
     """The three kernels run together; one of them changes."""
-    x = _normal(MATRICES, rows, columns, device=device)
+    x = normal(MATRICES, rows, columns, device=device)
     if kernel == "newton_schulz_factor":
         candidates = [{"num_warps": warps} for warps in (4, 8)]
     else:
@@ -195,6 +190,11 @@ _CASES = {
     "situ_glu": unit_cases,
     "cross_entropy": loss_cases,
     "newton_schulz": newton_schulz_cases,
+    "kda": kda_cases,
+    "kda_decode": decode_cases,
+    "moe": moe_cases,
+    "attn_res": attn_res_cases,
+    "kda_portable": kda_portable_cases,
 }
 KERNELS = tuple(_CASES)
 
@@ -202,12 +202,3 @@ KERNELS = tuple(_CASES)
 def cases(only: Sequence[str], device: torch.device) -> list[Callable[[], Case]]:
     """What builds each case of the operators named."""
     return [build for name in only for build in _CASES[name](device)]
-
-
-def _normal(*shape: int, device: torch.device) -> Tensor:
-    return torch.empty(shape, dtype=BF16, device=device).normal_()
-
-
-def _used(results: Sequence[Tensor]) -> list[Tensor]:
-    """Without the empty ones, which stand for inputs that were not given."""
-    return [tensor for tensor in results if tensor.numel() > 0]
