@@ -292,6 +292,23 @@ def test_it_compiles_into_one_graph_with_its_backward(name):
         assert torch.equal(a, b)
 
 
+def assert_no_second_derivative(op: Op, leaves: list[Tensor]) -> None:
+    """By no input, nor by the output's gradient, though all are differentiable otherwise too."""
+    for index in range(len(leaves) + 1):
+        out = op("triton", *leaves)
+        inputs = [*leaves, torch.ones_like(out).requires_grad_()]
+        grads = torch.autograd.grad(out, leaves, inputs[-1], create_graph=True)
+        total = sum(x.float().square().sum() for x in (*grads, *inputs))
+        with pytest.raises(ImplError, match="impl='triton' has no second derivatives"):
+            torch.autograd.grad(total, inputs[index])
+
+
+@gpu
+@every_op
+def test_second_derivatives_are_refused(name):
+    assert_no_second_derivative(OPS[name][0], leaves_of(name))
+
+
 @gpu
 @pytest.mark.parametrize("name", ["attn_res_mix", "rms_norm", "situ_glu"])
 def test_the_last_rows_of_more_numbers_than_an_int32_counts_are_right(name):
@@ -351,6 +368,16 @@ def test_an_ignored_row_reaches_nothing_and_no_id_has_no_loss():
     targets = torch.tensor([1, 101, 3, -1, 100], device="cuda")
     losses = linear_cross_entropy(*leaves, targets, impl="triton")
     assert losses.isnan().tolist() == [False, True, True, True, False]
+
+
+@gpu
+@every_op
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_two_devices_are_refused_with_the_reason(name, dtype):
+    op, leaves = OPS[name][0], leaves_of(name, dtype)
+    leaves[-1] = leaves[-1].detach().cpu()
+    with pytest.raises(ImplError, match="needs one device, not"):
+        op("triton", *leaves)
 
 
 @every_op

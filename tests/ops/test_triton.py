@@ -1,7 +1,5 @@
 """Launches past Triton's look at every argument, and operators past torch's dispatcher."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -14,8 +12,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from baltoro.ops import triton as shared
-from baltoro.ops.triton import as_operator, enqueue, record
+from baltoro.ops.impl import ImplError
+from baltoro.ops.triton import as_operator, enqueue, last_gradients, record
 
 
 class Compiled:
@@ -30,11 +28,6 @@ class Compiled:
         assert (stream, function, metadata) == ("stream", self.function, self.packed_metadata)
         assert before is enter is leave is None
         self.launches.append(((x, y, z), arguments))
-
-
-class Driver:
-    def get_current_stream(self, device):
-        return "stream"
 
 
 class Kernel(JITFunction):
@@ -55,9 +48,13 @@ class Kernel(JITFunction):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # that of a tensor on the CPU
-    monkeypatch.setattr(shared, "driver", SimpleNamespace(active=Driver()))
+    set_device(monkeypatch, -1)  # that of a tensor on the CPU
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: "stream", raising=False)
     return Kernel()
+
+
+def set_device(monkeypatch, index):
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: index, raising=False)
 
 
 def call(kernel, x, n=5, rest=None, block=8, num_warps=1):
@@ -76,7 +73,7 @@ def test_a_second_launch_goes_to_the_kept_kernel_with_addresses_and_constants_in
 def test_tensors_of_another_device_are_left_to_triton(kernel, monkeypatch, place):
     x = torch.zeros(64)
     call(kernel, x, rest=(x, x))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    set_device(monkeypatch, 0)
     arguments = [5, 5, 5]
     arguments[place] = x if place == 0 else (x, x)
     for _ in range(2):
@@ -186,6 +183,32 @@ def test_a_recorded_function_is_differentiated_and_traced():
 def test_a_recorded_function_that_knows_no_transform_is_refused_under_one():
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(lambda x: record(Cube, x, 2.0))(torch.tensor(1.0))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x)
+        return x * x + y
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x = ctx.saved_tensors[0]
+        return last_gradients("square", (2 * x.detach() * d_out.detach(), None), d_out, x, None)
+
+
+@pytest.mark.parametrize("name", ["x", "d_out"])
+def test_a_second_derivative_by_any_input_is_refused_and_the_first_is_not(name):
+    leaves = {"x": torch.arange(3.0), "d_out": torch.ones(3)}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    x, d_out = leaves.values()
+    (d_x,) = torch.autograd.grad(record(Square, x, torch.ones(3)), x, d_out, create_graph=True)
+    assert torch.equal(d_x, 2 * x)
+    # it would be silent where something else depends on the same tensor
+    total = d_x.sum() + leaves[name].square().sum()
+    with pytest.raises(ImplError, match="square: impl='triton' has no second derivatives"):
+        torch.autograd.grad(total, leaves[name])
 
 
 @triton.jit

@@ -8,7 +8,6 @@ import triton
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from triton import knobs
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .impl import ImplError
@@ -70,7 +69,36 @@ def record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
-_compiled: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}
+class _Last(torch.autograd.Function):
+    """The first `num` tensors as they are; to differentiate them by any of all is refused."""
+
+    @staticmethod
+    def forward(ctx, op, num, *tensors):
+        ctx.op = op
+        return tensors[:num]
+
+    @staticmethod
+    def backward(ctx, *d_tensors):
+        raise ImplError(
+            f"{ctx.op}: impl='triton' has no second derivatives; impl='reference' has them"
+        )
+
+
+def last_gradients(
+    op: str, gradients: Sequence[Tensor | None], *inputs: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """What a backward pass returns, its `gradients`, which have none of their own by its `inputs`.
+
+    Where torch records the pass (`create_graph`), a derivative of them raises `ImplError`; they
+    would pass for constants otherwise. Compiled graphs refuse a second pass themselves.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return tuple(gradients)
+    refused: tuple[Tensor | None, ...] = _Last.apply(op, len(gradients), *gradients, *inputs)
+    return refused
+
+
+_compiled: dict[tuple[object, ...], tuple[Any, Any, Any, tuple[object, ...]]] = {}
 
 
 def enqueue(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
@@ -92,8 +120,9 @@ def enqueue_aligned(
     if not isinstance(kernel, JITFunction):  # interpreted
         kernel[grid](*arguments, **constants)
         return True
-    device = torch.cuda.current_device()
-    key: list[object] = [kernel.fn, device]  # a kernel's own hash is slow
+    device = torch._C._cuda_getDevice()
+    # a kernel's own hash is slow
+    key: list[object] = [kernel.fn, device, *constants, *constants.values()]
     values: list[object] = []
     bits = 0
     for x in arguments:
@@ -103,12 +132,14 @@ def enqueue_aligned(
             # as Triton tells integers apart: one, multiples of 16, those of 64 bits
             key.append(1 if x == 1 else (x & 15 == 0, x >> 31))
         elif kind is tuple:
-            if any(tensor.get_device() != device for tensor in x):
-                return False  # for Triton to refuse or to serve
-            pointers = tuple([tensor.data_ptr() for tensor in x])
-            for pointer in pointers:
+            pointers = []
+            for tensor in x:
+                if tensor.get_device() != device:
+                    return False  # for Triton to refuse or to serve
+                pointer = tensor.data_ptr()
                 bits |= pointer
-            values.append(pointers)
+                pointers.append(pointer)
+            values.append(tuple(pointers))
             key.append((x[0].dtype, len(x)))
         elif kind is float or x is None:
             values.append(x)
@@ -122,21 +153,18 @@ def enqueue_aligned(
             key.append(x.dtype)
     if bits & 15:
         return False
-    key += constants.items()
     kind_of_call = tuple(key)
     found = _compiled.get(kind_of_call)
     if found is None or knobs.runtime.launch_enter_hook.calls:  # a profiler listens to Triton
         compiled = kernel[grid](*arguments, **constants)
         fixed = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
-        _compiled[kind_of_call] = compiled, fixed
+        kept = compiled.run, compiled.function, compiled.packed_metadata, fixed
+        _compiled[kind_of_call] = kept
         return True
-    compiled, fixed = found
+    run, function, metadata, fixed = found
     x, y, z = (*grid, 1, 1)[:3]
-    stream = driver.active.get_current_stream(device)
-    compiled.run(
-        x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None,
-        *values, *fixed,
-    )  # fmt: skip
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run(x, y, z, stream, function, metadata, None, None, None, *values, *fixed)
     return True
 
 
@@ -152,7 +180,7 @@ def padded_width(width: int) -> int:
 
 def rows_of(x: Tensor) -> Tensor:
     """`x` as `[rows, D]` whose rows are contiguous, without a copy where strides allow it."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

@@ -47,10 +47,12 @@ def attn_res_mix(
                 f"attn_res_mix: sources[{index}] is {source.dtype} {list(source.shape)}; "
                 f"all must be {first.dtype} {list(first.shape)} as sources[0] is"
             )
-    for name, weight in (("norm_weight", norm_weight), ("proj_weight", proj_weight)):
-        if weight.shape != shape[1:]:
-            raise ValueError(
-                f"attn_res_mix: {name} has shape {list(weight.shape)}; "
-                f"it must be [D] with D = {shape[1]}"
-            )
+    width = shape[1:]
+    if norm_weight.shape != width or proj_weight.shape != width:
+        is_norm = norm_weight.shape != width
+        name, weight = ("norm_weight", norm_weight) if is_norm else ("proj_weight", proj_weight)
+        raise ValueError(
+            f"attn_res_mix: {name} has shape {list(weight.shape)}; "
+            f"it must be [D] with D = {shape[1]}"
+        )
     return choose("attn_res", impl, _MIX)(sources, norm_weight, proj_weight, eps)

@@ -26,6 +26,7 @@ from ..triton import (
     cdiv,
     enqueue,
     enqueue_aligned,
+    last_gradients,
     padded_width,
     record,
     refuse_unserved,
@@ -216,6 +217,7 @@ def _forward(
             grid = (min(T, at.num_programs),)
             if enqueue_aligned(at.kernel, grid, (*arguments, eps), at.constants):
                 return out, stats
+    refuse_unserved("attn_res", *sources, norm_weight, proj_weight)
     BD = padded_width(D)
     shape = forward_shape(S, BD, out.device)
     tokens_per_program = min(MAX_TOKENS_PER_PROGRAM, cdiv(T, MAX_PROGRAMS))
@@ -333,18 +335,22 @@ class _AttnResMix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         norm_weight, proj_weight, stats, *sources = ctx.saved_tensors
+        inputs = (*sources, norm_weight, proj_weight)
         grads = _backward_operator(sources, norm_weight, proj_weight, stats, d_out.contiguous())
-        return None, *grads
+        return None, *last_gradients("attn_res", grads, d_out, *inputs)
 
 
 def attn_res_mix(
     sources: Sequence[Tensor], norm_weight: Tensor, proj_weight: Tensor, eps: float
 ) -> Tensor:
     """The mixture of `baltoro.ops.attn_res.attn_res_mix`, whose checks have passed."""
-    refuse_unserved("attn_res", *sources, norm_weight, proj_weight)
+    # the launch looks at the devices of the other sources
+    refuse_unserved("attn_res", sources[0], norm_weight, proj_weight)
     values = [source.contiguous() for source in sources]
-    weights = (norm_weight.contiguous(), proj_weight.contiguous())
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*weights, *values)):
-        return record(_AttnResMix, eps, *weights, *values)
-    out: Tensor = _forward_operator(values, *weights, eps, False)[0]
+    norm, proj = norm_weight.contiguous(), proj_weight.contiguous()
+    if torch.is_grad_enabled() and (
+        norm.requires_grad or proj.requires_grad or any(x.requires_grad for x in values)
+    ):
+        return record(_AttnResMix, eps, norm, proj, *values)
+    out: Tensor = _forward_operator(values, norm, proj, eps, False)[0]
     return out

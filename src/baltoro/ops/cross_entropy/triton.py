@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import as_operator, cdiv, enqueue, refuse_unserved
+from ..triton import as_operator, cdiv, enqueue, last_gradients, refuse_unserved
 
 RANGE_NUMBERS = 2**28  # logits of a range
 
@@ -108,6 +108,7 @@ def _forward_outputs(hidden, weight, targets, ignore_index):
 _forward_operator = as_operator("linear_cross_entropy_forward", _forward, _forward_outputs)
 
 
+@torch.no_grad()  # torch refuses to record products into given memory
 def _backward(
     hidden: Tensor,
     weight: Tensor,
@@ -153,10 +154,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_losses):
-        d_hidden, d_weight = _backward_operator(
-            *ctx.saved_tensors, d_losses.contiguous(), ctx.ignore_index
+        hidden, weight, targets, lse = ctx.saved_tensors
+        gradients = _backward_operator(
+            hidden, weight, targets, lse, d_losses.contiguous(), ctx.ignore_index
         )
-        return d_hidden, d_weight, None, None
+        return *last_gradients("cross_entropy", gradients, d_losses, hidden, weight), None, None
 
 
 def linear_cross_entropy(

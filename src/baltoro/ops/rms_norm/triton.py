@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch_table import Launch, dtype_class, launch, width_class
+from ..launch_table import Launch, derived, dtype_class, launch, width_class
 from ..triton import (
     add_pairs,
     as_operator,
     cdiv,
     enqueue,
+    last_gradients,
     padded_width,
     record,
     refuse_unserved,
@@ -95,12 +96,16 @@ def backward_kernel(
 
 def launch_of(kernel: str, x: Tensor) -> Launch:
     """Rows of a tile and warps. A class is a dtype and a padded width."""
-    width = width_class(x.shape[-1], 16, 16384)
-    return launch(kernel, f"{dtype_class(x.dtype)} {width}", x.device)
+    return _launch_of(kernel, x.dtype, x.shape[-1], x.device)
+
+
+@derived
+def _launch_of(kernel: str, dtype: torch.dtype, width: int, device: torch.device) -> Launch:
+    return launch(kernel, f"{dtype_class(dtype)} {width_class(width, 16, 16384)}", device)
 
 
 def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) -> Tensor:
-    out = x.new_empty(x.shape)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     D = x.shape[-1]
     if x.numel() > 0:
         rows = rows_of(x)
@@ -119,7 +124,7 @@ def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) 
 
 
 def _forward_outputs(x, weight, gate_logits, eps):
-    return x.new_empty(x.shape)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 _forward_operator = as_operator("rms_norm_forward", _forward, _forward_outputs)
@@ -153,13 +158,11 @@ def _gradients(
     x: Tensor, weight: Tensor, gate_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled gradients; the last is empty without a gate."""
-    gate_shape = (0,) if gate_logits is None else gate_logits.shape
-    gate_dtype = x.dtype if gate_logits is None else gate_logits.dtype
-    return (
-        x.new_empty(x.shape),
-        weight.new_empty(weight.shape),
-        x.new_empty(gate_shape, dtype=gate_dtype),
-    )
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if gate_logits is None:
+        return d_x, torch.empty_like(weight), x.new_empty(0)
+    d_gate_logits = torch.empty_like(gate_logits, memory_format=torch.contiguous_format)
+    return d_x, torch.empty_like(weight), d_gate_logits
 
 
 def _backward_outputs(x, weight, gate_logits, d_out, eps):
@@ -179,8 +182,9 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         x, weight, gate_logits = ctx.saved_tensors
-        d_x, d_weight, d_gate_logits = _backward_operator(x, weight, gate_logits, d_out, ctx.eps)
-        return d_x, d_weight, None if gate_logits is None else d_gate_logits, None
+        d_x, d_weight, d_gate = _backward_operator(x, weight, gate_logits, d_out, ctx.eps)
+        gradients = (d_x, d_weight, None if gate_logits is None else d_gate)
+        return *last_gradients("rms_norm", gradients, d_out, x, weight, gate_logits), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -196,7 +200,8 @@ def gated_rms_norm(x: Tensor, weight: Tensor, gate_logits: Tensor, eps: float) -
     """`baltoro.ops.rms_norm.gated_rms_norm`, whose checks have passed."""
     refuse_unserved("gated_rms_norm", x, weight, gate_logits)
     weight = weight.contiguous()
-    inputs = (x, weight, gate_logits)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        return record(_RmsNorm, *inputs, eps)
-    return _forward_operator(*inputs, eps)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or gate_logits.requires_grad
+    ):
+        return record(_RmsNorm, x, weight, gate_logits, eps)
+    return _forward_operator(x, weight, gate_logits, eps)

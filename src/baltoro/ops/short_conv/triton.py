@@ -16,8 +16,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..impl import ImplError
-from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import as_operator, cdiv, enqueue, padded_width, record, refuse_unserved, rows_of
+from ..launch_table import Launch, derived, dtype_class, launch, width_class
+from ..triton import (
+    as_operator,
+    cdiv,
+    enqueue,
+    last_gradients,
+    padded_width,
+    record,
+    refuse_unserved,
+    rows_of,
+)
 from .windows import (
     exchange,
     load_before,
@@ -223,8 +232,12 @@ def launch_of(kernel: str, x: Tensor) -> Launch:
 
     A class is a dtype and a width to 1,024 channels or above.
     """
-    width = width_class(x.shape[1], 1024, 2048)
-    return launch(kernel, f"{dtype_class(x.dtype)} {width}", x.device)
+    return _launch_of(kernel, x.dtype, x.shape[1], x.device)
+
+
+@derived
+def _launch_of(kernel: str, dtype: torch.dtype, width: int, device: torch.device) -> Launch:
+    return launch(kernel, f"{dtype_class(dtype)} {width_class(width, 1024, 2048)}", device)
 
 
 def strip_of(num_tokens: int, longest: int) -> int:
@@ -242,13 +255,14 @@ def _forward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     y, final_state, table = _outputs(x, weight, cu_seqlens)
+    positions, sequences = table.unbind(0)
     (T, C), W, N = x.shape, weight.shape[1], cu_seqlens.shape[0] - 1
     rows = rows_of(x)
     constants = {"W": W, "HAS_STATE": initial_state is not None}
     if T > 0:
         enqueue(
             table_kernel, (cdiv(T, 256),),
-            cu_seqlens, table[0], table[1], T, N, BT=256, LEVELS=(N.bit_length() + 3) // 4 * 4,
+            cu_seqlens, positions, sequences, T, N, BT=256, LEVELS=(N.bit_length() + 3) // 4 * 4,
             num_warps=4,
         )  # fmt: skip
         shape = launch_of("short_conv_forward", x)
@@ -256,7 +270,7 @@ def _forward(
         BC, num_blocks = _blocks(C, shape["channels"])
         enqueue(
             forward_kernel, (num_blocks * cdiv(T, strip),),
-            rows, weight, initial_state, table[0], table[1], y, T, strip, rows.stride(0), C,
+            rows, weight, initial_state, positions, sequences, y, T, strip, rows.stride(0), C,
             BC=BC, ROWS=shape["rows"], num_warps=shape["num_warps"], **constants,
         )  # fmt: skip
     BC, num_blocks = _blocks(C, STATE_CHANNELS)
@@ -269,10 +283,10 @@ def _forward(
 
 
 def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Unfilled y, final state, and place and sequence of each token `[2, T]`."""
+    """Unfilled y, final state, and place and sequence of each token `[2, >= T]`, both aligned."""
     (T, C), N = x.shape, cu_seqlens.shape[0] - 1
     final_state = x.new_empty(N, C, weight.shape[1] - 1)
-    return x.new_empty(T, C), final_state, cu_seqlens.new_empty(2, T)
+    return x.new_empty(T, C), final_state, cu_seqlens.new_empty(2, cdiv(T, 4) * 4)
 
 
 def _forward_outputs(x, weight, cu_seqlens, initial_state):
@@ -294,6 +308,7 @@ def _backward(
     d_x, d_weight, d_state = _gradients(x, weight, initial_state)
     (T, C), W, N = x.shape, weight.shape[1], cu_seqlens.shape[0] - 1
     rows, d_rows = rows_of(x), rows_of(d_y)
+    positions, sequences = table.unbind(0)
     constants = {"W": W, "HAS_D_FINAL": d_final_state is not None}
     shape = launch_of("short_conv_backward", x)
     strip = strip_of(T, shape["strip"])
@@ -303,7 +318,7 @@ def _backward(
         BC, num_blocks = _blocks(C, shape["channels"])
         enqueue(
             backward_kernel, (num_blocks * num_strips,),
-            rows, weight, initial_state, table[0], table[1], cu_seqlens, d_rows, d_final_state,
+            rows, weight, initial_state, positions, sequences, cu_seqlens, d_rows, d_final_state,
             d_x, parts, T, strip, rows.stride(0), d_rows.stride(0), C, BC=BC, ROWS=shape["rows"],
             HAS_STATE=initial_state is not None, num_warps=shape["num_warps"], **constants,
         )  # fmt: skip
@@ -321,8 +336,9 @@ def _gradients(
     x: Tensor, weight: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled gradients; the last is empty without a state."""
-    state_shape = (0,) if initial_state is None else initial_state.shape
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), x.new_empty(state_shape)
+    d_state = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return d_x, torch.empty_like(weight), d_state
 
 
 def _backward_outputs(x, weight, cu_seqlens, initial_state, table, d_y, d_final_state):
@@ -350,7 +366,11 @@ class _ShortConv(torch.autograd.Function):
         d_x, d_weight, d_state = _backward_operator(
             x, weight, cu_seqlens, initial_state, table, d_y, d_final_state
         )
-        return d_x, d_weight, None, None if initial_state is None else d_state
+        gradients = (d_x, d_weight, None if initial_state is None else d_state)
+        d_x, d_weight, d_state = last_gradients(
+            "short_conv", gradients, d_y, d_final_state, x, weight, initial_state
+        )
+        return d_x, d_weight, None, d_state
 
 
 def short_conv(

@@ -18,8 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch_table import dtype_class, launch
-from ..triton import as_operator, cdiv, enqueue, record, refuse_unserved, rows_of
+from ..launch_table import Launch, derived, dtype_class, launch
+from ..triton import (
+    as_operator,
+    cdiv,
+    enqueue,
+    last_gradients,
+    record,
+    refuse_unserved,
+    rows_of,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 SIGN = tl.constexpr(-(2**31))
@@ -149,23 +157,26 @@ def situ_backward_kernel(
     tl.store(d_up + place, d_u.to(d_up.dtype.element_ty), mask=is_here)
 
 
+@derived
+def launch_of(way: str, dtype: torch.dtype, device: torch.device) -> Launch:
+    """Numbers of a program and its warps. A class is a dtype."""
+    return launch(f"situ_glu_{way}", dtype_class(dtype), device)
+
+
 def _launch(
     kernel: Any, way: str, inputs: Sequence[Tensor], results: Sequence[Tensor], beta: float,
     linear_beta: float | None,
 ) -> None:  # fmt: skip
-    """`kernel` over inputs of one shape and contiguous results: in rows, or in one long row.
-
-    A class of launches is a dtype; a shape says the numbers of a program and its warps.
-    """
-    dtype, device = results[0].dtype, results[0].device
-    shape = launch(f"situ_glu_{way}", dtype_class(dtype), device)
-    if all(x.is_contiguous() for x in inputs):
+    """`kernel` over inputs of one shape and contiguous results: in rows, or in one long row."""
+    dtype = results[0].dtype
+    shape = launch_of(way, dtype, results[0].device)
+    if all(map(Tensor.is_contiguous, inputs)):
         num_rows, width = 1, results[0].numel()
         strides = [0] * (len(inputs) + 1)  # the most aligned
     else:
         inputs = [rows_of(x) for x in inputs]
         num_rows, width = inputs[0].shape
-        strides = [*(x.stride(0) for x in inputs), width]
+        strides = [*[x.stride(0) for x in inputs], width]
     if num_rows * width == 0:
         return
     enqueue(
@@ -177,13 +188,13 @@ def _launch(
 
 
 def _forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    out = gate.new_empty(gate.shape)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     _launch(situ_forward_kernel, "forward", (gate, up), (out,), beta, linear_beta)
     return out
 
 
 def _forward_outputs(gate, up, beta, linear_beta):
-    return gate.new_empty(gate.shape)
+    return torch.empty_like(gate, memory_format=torch.contiguous_format)
 
 
 _forward_operator = as_operator("situ_glu_forward", _forward, _forward_outputs)
@@ -201,7 +212,11 @@ def _gradients(
     d_out: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
 ) -> tuple[Tensor, Tensor]:
     """Unfilled gradients of gate and up."""
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+    contiguous = torch.contiguous_format
+    return (
+        torch.empty_like(gate, memory_format=contiguous),
+        torch.empty_like(up, memory_format=contiguous),
+    )
 
 
 _backward_operator = as_operator("situ_glu_backward", _backward, _gradients)
@@ -216,8 +231,9 @@ class _SituGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_out):
-        d_gate, d_up = _backward_operator(d_out, *ctx.saved_tensors, *ctx.betas)
-        return d_gate, d_up, None, None
+        inputs = (d_out, *ctx.saved_tensors)
+        gradients = _backward_operator(*inputs, *ctx.betas)
+        return *last_gradients("situ_glu", gradients, *inputs), None, None
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
