@@ -60,7 +60,9 @@ def with_openai(address: str) -> dict[str, Any]:
             **common,
         )
     )
-    calls = [c for p in parts for ch in p.choices for c in ch.delta.tool_calls or ()]
+    pieces = [c for p in parts for ch in p.choices for c in ch.delta.tool_calls or ()]
+    streamed = "".join(piece.function.arguments or "" for piece in pieces)
+    assert [piece.function.name for piece in pieces if piece.id] == ["weather"]
     typed = client.chat.completions.parse(messages=history, response_format=Place, **common)
     try:
         client.chat.completions.create(messages=[], **common)
@@ -71,7 +73,7 @@ def with_openai(address: str) -> dict[str, Any]:
     return {
         "called": json.loads(message.tool_calls[0].function.arguments),
         "finish_reason": first.choices[0].finish_reason,
-        "streamed": [json.loads(call.function.arguments) for call in calls],
+        "streamed": [json.loads(streamed)],
         "prompt_tokens": parts[-1].usage.prompt_tokens,
         "typed": typed.choices[0].message.parsed.model_dump(),  # type: ignore[union-attr]
         "refusal": refusal,

@@ -126,7 +126,14 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     for chunk in chunks:
         for choice in chunk["choices"]:
             if choice["index"] == index:
-                for key in ("content", "reasoning_content", "tool_calls"):
-                    message[key] += choice["delta"].get(key) or type(message[key])()
+                for key in ("content", "reasoning_content"):
+                    message[key] += choice["delta"].get(key) or ""
+                for part in choice["delta"].get("tool_calls") or ():
+                    if "id" in part:
+                        assert part["index"] == len(message["tool_calls"])
+                        message["tool_calls"].append(part)
+                    else:
+                        called = message["tool_calls"][part["index"]]["function"]
+                        called["arguments"] += part["function"]["arguments"]
                 message["finish_reason"] = choice["finish_reason"]
     return message

@@ -1,9 +1,10 @@
+import json
 from collections.abc import Sequence
 
 import pytest
 
 from baltoro.serve.answer import Answer, ChatReader, StopStrings, TextReader
-from baltoro.text.reply import Delta, join
+from baltoro.text.reply import Delta, join, join_calls
 from baltoro.text.tokenizer import train
 from baltoro.text.vocabulary import Tokenizer
 
@@ -38,7 +39,8 @@ def read(
 
 def test_the_pieces_add_up_to_the_answer(tokenizer: Tokenizer) -> None:
     deltas, answer = read(tokenizer, WELL_FORMED)
-    assert join(deltas) == (answer.reasoning, answer.content, answer.tool_calls)
+    assert join(deltas)[:2] == (answer.reasoning, answer.content)
+    assert join_calls(deltas) == answer.tool_calls
     assert (answer.reasoning, answer.content) == ("plan", "Größe")
     assert [(call.name, call.arguments) for call in answer.tool_calls] == [
         ("read", '{"path": "a.txt"}')
@@ -50,8 +52,36 @@ def test_every_cut_gives_pieces_that_add_up(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(WELL_FORMED, allow_special=True)
     for length in range(len(ids)):
         deltas, answer = read(tokenizer, tokenizer.decode(ids[:length]))  # X17
-        assert join(deltas) == (answer.reasoning, answer.content, answer.tool_calls)
+        assert join(deltas)[:2] == (answer.reasoning, answer.content)
+        assert join_calls(deltas) == answer.tool_calls
         assert "<|" not in answer.reasoning + answer.content
+
+
+def test_a_call_is_sent_as_it_is_written(tokenizer: Tokenizer) -> None:
+    text = WELL_FORMED.replace("a.txt", 'Größe\n"' * 20)
+    deltas, answer = read(tokenizer, text)  # vllm#50604
+    parts = [part for delta in deltas for part in delta.call_parts]
+    assert len(parts) > 100 and [part.name for part in parts if part.name] == ["read"]
+    assert max(len(part.arguments) for part in parts) < 20
+    (call,) = answer.tool_calls
+    assert json.loads(call.arguments) == {"path": 'Größe\n"' * 20}
+
+
+def test_a_call_that_is_cut_off_is_an_answer_as_far_as_it_came(tokenizer: Tokenizer) -> None:
+    _, answer = read(tokenizer, WELL_FORMED[: WELL_FORMED.index(".txt")])
+    assert [(c.name, c.arguments) for c in answer.tool_calls] == [("read", '{"path": "a')]
+    assert answer.finish_reason == "length" and answer.num_whole_calls == 0
+    text = WELL_FORMED.replace(CALL, CALL * 2)
+    _, answer = read(tokenizer, text[: text.rindex(".txt")])
+    assert [c.arguments for c in answer.tool_calls] == ['{"path": "a.txt"}', '{"path": "a']
+    assert answer.finish_reason == "length" and answer.num_whole_calls == 1
+
+
+def test_a_call_that_the_model_left_open_is_not_taken_for_an_answer(tokenizer: Tokenizer) -> None:
+    text = WELL_FORMED.replace("Größe", "").replace("<|close|>call<|sep|>", "")
+    _, answer = read(tokenizer, text)
+    assert [call.arguments for call in answer.tool_calls] == ['{"path": "a.txt"']
+    assert answer.is_empty and answer.is_lost
 
 
 def test_reasoning_tokens_are_those_before_the_answer(tokenizer: Tokenizer) -> None:

@@ -108,6 +108,8 @@ def test_a_tool_is_called_the_same_streamed_and_whole(client: TestClient, script
     assert call["function"] == {"name": "read", "arguments": '{"path": "a.txt"}'}
     assert whole["finish_reason"] == "tool_calls"
     chunks = streamed(client, tools=TOOLS, max_tokens=400)
+    parts = [chunk["choices"][0]["delta"].get("tool_calls") for chunk in chunks]
+    assert sum(map(bool, parts)) > 5  # as they are written
     got = joined(chunks)
     assert (got["content"], got["reasoning_content"]) == ("Let me.", "plan")
     assert got["tool_calls"][0]["function"] == call["function"]

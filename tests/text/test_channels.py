@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baltoro.text.arguments import Argument
 from baltoro.text.channels import IdParser, TextParser, parse, parse_ids
 from baltoro.text.markers import MARKERS
-from baltoro.text.reply import Delta, Reply, ToolCall, join
+from baltoro.text.reply import Delta, Reply, ToolCall, join, join_calls
 from baltoro.text.xtml import render
 
 WELL_FORMED = (
@@ -330,6 +330,21 @@ def assert_adds_up(deltas: list[Delta], reply: Reply) -> None:
     reasoning, content, found = join(deltas)
     assert (reasoning or None, content or None) == (reply.reasoning, reply.content)
     assert found == reply.tool_calls
+    if "json block is no object" not in reply.problems:
+        begun = iter(join_calls(deltas))
+        for one in found:
+            assert any(one.name == other.name and same(one, other) for other in begun)
+
+
+def same(one: ToolCall, other: ToolCall) -> bool:
+    """Whether two calls have the same arguments; a key may stand twice in one that was streamed."""
+    return other.arguments.endswith("}") and json.loads(one.arguments) == json.loads(
+        other.arguments
+    )
+
+
+def parts_of(parser, whole) -> tuple[ToolCall, ...]:
+    return join_calls([parser.feed(whole)])
 
 
 SKIPPED_THINK = f"The answer is 4.[C]response[S][O]tools[S]{call()}[C]tools[S]{END}"
@@ -367,6 +382,16 @@ def test_a_call_is_sent_once_and_whole_when_it_closes():
     text = spelled(f"[O]tools[S]{call(argument('v'))}")
     sent = [parser.feed(char).tool_calls for char in text]
     assert [len(found) for found in sent[:-1]] == [0] * (len(text) - 1) and len(sent[-1]) == 1
+
+
+def test_a_call_comes_in_parts_from_its_name_on():
+    parser = TextParser(thinking=False)
+    numbers = '[O]argument key="n" type="number"[S]12[C]argument[S]'
+    text = spelled(f"[O]tools[S]{call(argument('v'), numbers)}")
+    parts = [part for char in text for part in parser.feed(char).call_parts]
+    assert parts[0].name and not any(part.name for part in parts[1:])
+    pieces = [part.arguments for part in parts]
+    assert pieces == ["", '{"k": ', '"', "v", '"', ', "n": ', "12", "}"]
 
 
 def test_reasoning_that_was_the_answer_is_retracted():
@@ -446,6 +471,7 @@ def test_marker_soup_never_raises_and_cuts_never_matter(text, thinking, cuts):
     deltas = deltas_of(parser, pieces)
     assert parser.finish() == reply
     assert_adds_up(deltas, reply)
+    assert join_calls(deltas) == parts_of(TextParser(thinking=thinking), text)
     assert reply.finish_reason in ("stop", "length", "tool_calls")
     for found in reply.tool_calls:
         if "json block is no object" not in reply.problems:
@@ -462,6 +488,7 @@ def test_token_soup_never_raises_and_cuts_never_matter(small_bpe, ids, thinking,
     deltas = deltas_of(parser, [ids[at : at + size] for at in range(0, len(ids), size)])
     assert parser.finish() == reply
     assert_adds_up(deltas, reply)
+    assert join_calls(deltas) == parts_of(IdParser(small_bpe, thinking=thinking), ids)
 
 
 plain = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -3,15 +3,18 @@
 The whole answer is the pieces put together, so streamed and whole replies cannot differ but in one
 thing: reasoning that turns out to have been the answer (the channel was never closed) has been sent
 as reasoning by then; a stream repeats it as content, a whole reply holds it as content alone.
+
+A call is sent as it is written, so that nobody waits in silence for the end of a long one. One that
+never ends is part of the answer as far as it came: its arguments are no JSON then.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baltoro.serve.request import FinishReason
 from baltoro.text.channels import IdParser
-from baltoro.text.reply import Delta, ToolCall, join
+from baltoro.text.reply import Delta, ToolCall, join, join_calls
 from baltoro.text.vocabulary import Tokenizer
 
 # The problems after which a call is missing.
@@ -61,16 +64,17 @@ class Answer:
 
     reasoning: str
     content: str
-    tool_calls: tuple[ToolCall, ...]
+    tool_calls: tuple[ToolCall, ...]  # whole ones and begun ones
     finish_reason: str  # stop, length, tool_calls, abort or error
     num_reasoning_tokens: int
     problems: tuple[str, ...] = ()  # departures from the format, as the parser names them
     is_cut: bool = False  # whether it was ended from outside: by a stop string, a limit, a fault
+    num_whole_calls: int = 0
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing that a client could use."""
-        return not self.content.strip() and not self.tool_calls
+        return not self.content.strip() and not self.num_whole_calls
 
     @property
     def is_lost(self) -> bool:
@@ -101,7 +105,7 @@ class ChatReader:
         """What one more token adds."""
         delta = self._parser.feed([token_id])
         self._num_tokens += 1
-        if delta.content or delta.tool_calls:
+        if delta.content or delta.call_parts:
             self._thinking = False
         self._num_reasoning_tokens += self._thinking and not delta.retracts_reasoning
         self._num_raw += len(delta.content)
@@ -109,6 +113,7 @@ class ChatReader:
 
     def finish(self, reason: FinishReason) -> tuple[Delta, Answer]:
         """The last piece and the whole."""
+        is_in_call = self._parser.is_in_call and reason == "length"
         reply = self._parser.finish()
         content = self._stop.feed((reply.content or "")[self._num_raw :])
         if not self._stop.is_met:
@@ -117,8 +122,9 @@ class ChatReader:
                 content += self._stop.feed(f"\n[asked for a tool that was not offered: {shown}]")
             content += self._stop.end()
         piece = self._keep(Delta(), content)
-        reasoning, content, calls = join(self._pieces)
-        ends_well = reason in ("stop", "length") or self.is_over
+        reasoning, content, whole_calls = join(self._pieces)
+        calls = join_calls(self._pieces)
+        ends_well = (reason in ("stop", "length") and not is_in_call) or self.is_over
         finish_reason = "stop" if self._stop.is_met else str(reason)
         if calls and ends_well:
             finish_reason = "tool_calls"
@@ -132,10 +138,11 @@ class ChatReader:
             self._num_reasoning_tokens,
             reply.problems,
             is_cut=self._stop.is_met or not (reason == "stop" or self._parser.is_over),
+            num_whole_calls=len(whole_calls),
         )
 
     def _keep(self, delta: Delta, content: str) -> Delta:
-        piece = Delta(delta.reasoning, content, delta.tool_calls, delta.retracts_reasoning)
+        piece = replace(delta, content=content)
         self._pieces.append(piece)
         return piece
 

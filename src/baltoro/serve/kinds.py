@@ -54,8 +54,7 @@ class ChatChoices(Choices):
         return [{"delta": {"role": "assistant", "content": ""}}]
 
     def part(self, index: int, delta: Delta, logprob: JsonDict | None) -> JsonDict:
-        call_ids = self._call_ids[index]
-        fields = chat_delta(delta, len(call_ids), call_ids)
+        fields = chat_delta(delta, self._call_ids[index])
         if logprob is not None:
             return {"delta": fields, "logprobs": {"content": [logprob]}}
         return {"delta": fields} if fields else {}

@@ -18,7 +18,7 @@ from baltoro.serve.answer import Answer
 from baltoro.serve.form import Form, Tool
 from baltoro.serve.request import NewToken
 from baltoro.serve.sampling import Penalties, Sampling
-from baltoro.text.reply import Delta, call_records
+from baltoro.text.reply import Delta, ToolCall, call_records
 from baltoro.text.vocabulary import Tokenizer
 
 EFFORTS = ("none", "low", "high", "max")
@@ -318,20 +318,28 @@ def refuse_unsupported(data: Mapping[str, Any]) -> None:
             raise ApiError(501, f"{name}: is not supported", param=name, code="unsupported")
 
 
-def chat_delta(delta: Delta, num_calls_before: int, call_ids: list[str]) -> dict[str, Any]:
-    """The `delta` of a chunk; empty if there is nothing to send. Appends the ids of new calls."""
+def chat_delta(delta: Delta, call_ids: list[str]) -> dict[str, Any]:
+    """The `delta` of a chunk; empty if there is nothing to send.
+
+    `call_ids` are those of the calls so far; appends the ids of new ones.
+    """
     fields: dict[str, Any] = {}
     if delta.reasoning:
         fields["reasoning_content"] = delta.reasoning
     if delta.content:
         fields["content"] = delta.content
-    if delta.tool_calls:
-        fields["tool_calls"] = []
-        for index, call in enumerate(delta.tool_calls, num_calls_before):
+    calls: list[dict[str, Any]] = []
+    for part in delta.call_parts:
+        if part.name is not None:
             call_ids.append(new_id("call"))
-            (record,) = call_records(call_ids[-1:], [call])
-            fields["tool_calls"].append({"index": index} | record)
-    return fields
+            (record,) = call_records(call_ids[-1:], [ToolCall(part.name, part.arguments)])
+            calls.append({"index": len(call_ids) - 1} | record)
+        elif calls:  # goes on with one that is in this chunk
+            calls[-1]["function"]["arguments"] += part.arguments
+        else:
+            function = {"arguments": part.arguments}
+            calls.append({"index": len(call_ids) - 1, "function": function})
+    return fields | ({"tool_calls": calls} if calls else {})
 
 
 def chat_message(answer: Answer, call_ids: list[str]) -> dict[str, Any]:

@@ -18,6 +18,8 @@ Engines differ on output that is not well-formed; this is what we do:
   opens another argument or call; other markers in it are text. An argument without a key has the
   key "", one without a type is a string.
 - A json block is read if it is an object; else its text is the call's `arguments`.
+- A call comes in parts too (`Delta.call_parts`), one that will not close among them: its name at
+  once, a string as it is written, any other value and a json block once it is whole.
 - Half a marker at the end is dropped (no text of ours ends in `<|`), and so is half a tag.
 - After the message is closed, or another one opened, nothing counts.
 """
@@ -28,12 +30,15 @@ from baltoro.text.arguments import Argument
 from baltoro.text.markers import END_OF_MSG, MARKERS
 from baltoro.text.reply import (
     CHANNELS,
+    CallPart,
     Channel,
     Delta,
     Reply,
     ToolCall,
     arguments_json,
+    quoted,
     read_json_block,
+    value_json,
 )
 from baltoro.text.tags import Event, MarkerScanner, TagLexer
 from baltoro.text.vocabulary import Tokenizer
@@ -81,6 +86,7 @@ class _Parser:
         self._calls: list[ToolCall] = []
         self._undeclared_calls: list[ToolCall] = []
         self._problems: list[str] = []
+        self._call_parts: list[CallPart] = []  # not sent yet
         self._num_sent = (0, 0, 0)
         self._is_retracted = False
 
@@ -88,6 +94,11 @@ class _Parser:
     def is_over(self) -> bool:
         """Whether the message is closed, so that nothing more is read."""
         return self._is_over
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call is open that has a name."""
+        return self._call is not None and bool(self._call.tool)
 
     def finish(self) -> Reply:
         """The reply, at the end of the output."""
@@ -110,7 +121,9 @@ class _Parser:
             content="".join(self._content[num_content:]),
             tool_calls=tuple(self._calls[num_calls:]),
             retracts_reasoning=self._is_retracted,
+            call_parts=tuple(self._call_parts),
         )
+        self._call_parts.clear()
         self._num_sent = (len(self._reasoning), len(self._content), len(self._calls))
         self._is_retracted = False
         return delta
@@ -208,7 +221,8 @@ class _Parser:
             self._note("call outside tools")
             self._enter("tools")
         self._drop_call()
-        self._call = _OpenCall(tool)
+        is_sent = bool(tool) and self._tools_declared
+        self._call = _OpenCall(tool, self._call_parts if is_sent else [])
 
     def _close_call(self, call: "_OpenCall") -> None:
         self._call = None
@@ -279,10 +293,13 @@ class IdParser(_Parser):
 
 
 class _OpenCall:
-    """A call being read."""
+    """A call being read; its parts go to `parts` as they come."""
 
-    def __init__(self, tool: str) -> None:
+    def __init__(self, tool: str, parts: list[CallPart]) -> None:
         self.tool = tool
+        self._parts = parts
+        self._has_members = False  # whether a part of its object is out
+        parts.append(CallPart(tool, ""))
         self._arguments: list[Argument] = []
         self._json_blocks: list[str] = []
         self._part: tuple[str, str, str] | None = None  # tag, key and type of the open part
@@ -298,11 +315,16 @@ class _OpenCall:
         if event.kind == "close" and event.name in (self._part[0], *closes_more):
             return False
         self._text.append(event.raw)
+        if self._part[0] == "argument" and self._part[2] == "string":
+            self._send(quoted(event.raw)[1:-1])
         return True
 
     def open_argument(self, key: str, kind: str) -> None:
         self.close_part()
         self._part = ("argument", key, kind)
+        if kind == "string":
+            self._begin_member(key)
+            self._send('"')
 
     def open_json(self) -> None:
         self.close_part()
@@ -316,8 +338,14 @@ class _OpenCall:
         self._part, self._text = None, []
         if tag == "json":
             self._json_blocks.append(text)
+            for member in read_json_block(text) or ():
+                self._send_member(member)
         else:
             self._arguments.append(Argument(key, kind, text))
+            if kind == "string":
+                self._send('"')
+            else:
+                self._send_member(self._arguments[-1])
 
     def close(self) -> tuple[ToolCall, str]:
         """The call, and what was wrong with it, if anything."""
@@ -326,7 +354,21 @@ class _OpenCall:
         for block in self._json_blocks:
             members = read_json_block(block)
             if members is None:
+                if not self._has_members:
+                    self._send(block)
                 return ToolCall(self.tool, block, tuple(self._arguments)), "json block is no object"
             parts += members
         parts += self._arguments
+        self._send("}" if self._has_members else "{}")
         return ToolCall(self.tool, arguments_json(parts), tuple(parts)), ""
+
+    def _send_member(self, argument: Argument) -> None:
+        self._begin_member(argument.key)
+        self._send(value_json(argument))
+
+    def _begin_member(self, key: str) -> None:
+        self._send(f"{', ' if self._has_members else '{'}{quoted(key)}: ")
+        self._has_members = True
+
+    def _send(self, text: str) -> None:
+        self._parts.append(CallPart(None, text))

@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from baltoro.text.arguments import Argument, split_object
 
@@ -20,6 +20,13 @@ class ToolCall:
     raw: tuple[Argument, ...] = ()  # key, declared type and text, exactly as the model wrote them
 
 
+class CallPart(NamedTuple):
+    """The beginning of a call, or what goes on with the one that was begun last."""
+
+    name: str | None  # None: it goes on
+    arguments: str  # a piece of the JSON object
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one piece of output adds to a reply."""
@@ -28,9 +35,12 @@ class Delta:
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     retracts_reasoning: bool = False  # all reasoning sent before was the answer; `content` has it
+    # the same calls and those that never close, as they come; not compared, since it is how a call
+    # comes and not what it is
+    call_parts: tuple[CallPart, ...] = field(default=(), compare=False)
 
     def __bool__(self) -> bool:
-        return self != Delta()
+        return bool(self.call_parts) or self != Delta()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +104,29 @@ def join(deltas: Iterable[Delta]) -> tuple[str, str, tuple[ToolCall, ...]]:
     return reasoning, content, calls
 
 
+def join_calls(deltas: Iterable[Delta]) -> tuple[ToolCall, ...]:
+    """The calls that their parts add up to, begun ones among them; without `raw`."""
+    calls: list[tuple[str, list[str]]] = []
+    for part in (part for delta in deltas for part in delta.call_parts):
+        if part.name is not None:
+            calls.append((part.name, []))
+        calls[-1][1].append(part.arguments)
+    return tuple(ToolCall(name, "".join(pieces)) for name, pieces in calls)
+
+
 def arguments_json(arguments: Iterable[Argument]) -> str:
     """The JSON object of a call's arguments; of a key given twice the last value counts.
 
     A value of type string stays text, also where it looks like JSON. Any other keeps the model's
     own spelling (`1e2` stays `1e2`) if that is JSON, else its text becomes a string.
     """
-    members = {
-        argument.key: argument.text if _is_json_value(argument) else _quoted(argument.text)
-        for argument in arguments
-    }
-    return "{" + ", ".join(f"{_quoted(key)}: {value}" for key, value in members.items()) + "}"
+    members = {argument.key: value_json(argument) for argument in arguments}
+    return "{" + ", ".join(f"{quoted(key)}: {value}" for key, value in members.items()) + "}"
+
+
+def value_json(argument: Argument) -> str:
+    """The value of one argument as `arguments_json` has it."""
+    return argument.text if _is_json_value(argument) else quoted(argument.text)
 
 
 def read_json_block(text: str) -> list[Argument] | None:
@@ -134,5 +156,6 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A string as JSON; one that is cut anywhere is quoted as its pieces are."""
     return json.dumps(text, ensure_ascii=False)

@@ -98,7 +98,7 @@ class Reply {
     const choice = chunk.choices[0];
     if (!choice) return;
     const { reasoning_content: reasoning, content, tool_calls: calls } = choice.delta;
-    if (reasoning || content) this.first ??= performance.now();
+    if (reasoning || content || calls) this.first ??= performance.now();
     if (reasoning) this.think(reasoning);
     if (content) this.say(content);
     for (const call of calls ?? []) this.call(call);
@@ -124,20 +124,29 @@ class Reply {
     this.content.append(piece);
   }
 
-  call({ id, type, function: called }) {
-    (this.message.tool_calls ??= []).push({ id, type, function: called });
-    let shown = called.arguments;
-    try {
-      shown = JSON.stringify(JSON.parse(called.arguments), null, 2);
-    } catch {
-      // the model's text is shown as it is
+  // A call comes piece by piece: its id and name first, then its arguments.
+  call({ index, id, function: { name, arguments: piece } }) {
+    const calls = (this.message.tool_calls ??= []);
+    if (id) {
+      calls.push({ id, type: "function", function: { name, arguments: "" } });
+      const result = element("textarea", { rows: 2, ariaLabel: `Result of ${name}`, placeholder: "Result" });
+      result.dataset.call = id;
+      this.body.append(
+        element("div", { className: "call" },
+          element("div", {}, "Tool call ", element("code", { textContent: name })), element("pre"), result));
     }
-    const result = element("textarea", { rows: 2, ariaLabel: `Result of ${called.name}`, placeholder: "Result" });
-    result.dataset.call = id;
-    this.body.append(
-      element("div", { className: "call" },
-        element("div", {}, "Tool call ", element("code", { textContent: called.name })),
-        element("pre", { textContent: shown }), result));
+    calls[index].function.arguments += piece;
+    this.body.querySelectorAll(".call pre")[index].append(piece);
+  }
+
+  layOutCalls() {
+    for (const pre of this.body.querySelectorAll(".call pre")) {
+      try {
+        pre.textContent = JSON.stringify(JSON.parse(pre.textContent), null, 2);
+      } catch {
+        // the model's text is shown as it is
+      }
+    }
   }
 
   get isEmpty() {
@@ -146,6 +155,7 @@ class Reply {
 
   close(note) {
     const spent = this.usage?.completion_tokens_details?.reasoning_tokens;
+    this.layOutCalls();
     if (this.title) this.title.textContent = spent ? `Thought for ${spent} tokens` : "Thought";
     const words = note ? [note] : [];
     if (this.reason === "length") words.push("cut off at the limit of tokens");
@@ -157,7 +167,6 @@ class Reply {
 
   numbers() {
     const { prompt_tokens: prompt, completion_tokens: written, prompt_tokens_details: details } = this.usage;
-    // a call comes whole, so of a reply without text only the time from the request on is known
     const seconds = (performance.now() - (this.first ?? this.began)) / 1000;
     const numbers = [`${written} tokens`];
     if (written > 1) numbers.push(`${((written - 1) / seconds).toFixed(1)} tokens/s`);
