@@ -2,12 +2,21 @@
 
 import json
 import os
+from itertools import product
 
 import pytest
 import torch
 
 from baltoro.ops import launch_table
-from baltoro.ops.launch_table import LaunchTableError, launch, read, section_of, trying, write
+from baltoro.ops.launch_table import (
+    LaunchTableError,
+    derived,
+    launch,
+    read,
+    section_of,
+    trying,
+    write,
+)
 
 CPU = torch.device("cpu")
 SHAPE = {"rows": 2, "num_warps": 4}
@@ -130,3 +139,50 @@ def test_every_class_that_a_kernel_can_ask_for_is_pinned():
             assert set(shape) == {"columns", "num_warps", "num_stages", "part"}
             assert shape["part"] % shape["columns"] == 0
         assert set(table["newton_schulz_factor"][f"r{rows}"]) == {"num_warps"}
+
+
+KEYS_OF_LAYERS = {
+    "attn_res_forward": ("num_warps", "ahead", "held", "held_warps"),
+    "attn_res_backward": ("num_warps", "ahead", "held", "held_warps"),
+    "attn_res_ring_forward": ("num_warps", "pairs", "slots", "programs"),
+    "attn_res_ring_backward": ("num_warps", "pairs", "slots", "spare", "programs", "group"),
+    "kda_prep": ("columns", "num_warps"),
+    "kda_scan": ("columns", "num_warps"),
+    "kda_fold": ("columns", "num_warps", "num_stages"),
+    "kda_row_gradients": ("values", "num_warps"),
+    "kda_gradients": ("columns", "values", "num_warps"),
+    "kda_segments": ("programs", "chunks"),
+    "moe_few": ("rows", "tokens", "inputs", "num_warps", "num_stages"),
+}
+
+
+def test_every_class_of_layers_is_pinned_and_no_other():
+    dtypes, widths = ("bf16", "fp32"), [f"w{512 << i}" for i in range(5)]
+    rings = ["w768", "w1024", "w2048", "w4096", "wider"]
+    means = ["single", "t2", "t6", "t12", "t28", "t40", "more"]
+    classes = dict.fromkeys(("attn_res_forward", "attn_res_backward"), widths)
+    classes |= dict.fromkeys(("attn_res_ring_forward", "attn_res_ring_backward"), rings)
+    classes |= dict.fromkeys(("kda_prep", "kda_row_gradients", "kda_gradients"), dtypes)
+    classes |= dict.fromkeys(("kda_scan", "kda_fold"), ["fp32"])
+    classes["kda_segments"] = [f"p{8 << i} c{16 << j}" for i in range(5) for j in range(5)]
+    classes["moe_few"] = [f"{dtype} {mean}" for dtype in ("bf16", "mxfp4") for mean in means]
+    table = launch_table.pinned()
+    for kernel, keys in KEYS_OF_LAYERS.items():
+        assert set(table["portable"][kernel]) == set(classes[kernel]), kernel
+        for section in table.values():
+            for name, shape in section.get(kernel, {}).items():
+                assert name in classes[kernel] and set(shape) == set(keys), (kernel, name)
+    for dtype, dim, kind in product(dtypes, (16, 32, 64, 128), ("one", "more")):
+        assert "num_warps" in table["portable"]["kda_decode"][f"{dtype} d{dim} {kind}"]
+    assert set(table["sm_90"]["kda_prep_sm90"]) == {"k64", "k128"}
+
+
+def test_what_is_derived_follows_a_tried_shape():
+    @derived
+    def doubled(section: str) -> int:
+        return 2 * launch_table._launch("rms_norm_forward", "bf16 w128", section)["rows"]
+
+    before = doubled("portable")
+    with trying("rms_norm_forward", "bf16 w128", "portable", {"rows": 5, "num_warps": 1}):
+        assert doubled("portable") == 10
+    assert doubled("portable") == before == 128

@@ -187,7 +187,7 @@ def decode_case(
         )  # fmt: skip
         return [y, pool.states[-1]]
 
-    few = named("num_warps", [1], [2], [4]) if dim == 64 else named("num_warps", [4], [8], [16])
+    few = named("num_warps", [1], [2], [4]) if dim == 64 else named("num_warps", [4], [8])
     bounded = named("num_warps maxnreg", [2, 128] if dim == 64 else [4, 168])
     kind = "one" if num_tokens == 1 else "more"
     return Case(
@@ -241,7 +241,7 @@ def _packed(shape: tuple[int, int, int], device: torch.device) -> Mxfp4Tensor:
 def _tiles(is_packed: bool, mean: int) -> list[Launch]:
     """Rows, inputs, warps and stages; a slot of the class's tokens, and one of half as many."""
     names = "rows tokens inputs num_warps num_stages"
-    tokens = next(size for size in (8, 16, 32, 64) if mean <= 0.75 * size or size == 64)
+    tokens = next(size for size in (8, 16, 32, 64) if mean <= 0.9 * size or size == 64)
     shapes: tuple[tuple[int, int, int, int], ...]
     if not is_packed:
         shapes = ((32, 64, 2, 4), (64, 64, 2, 4), (64, 64, 4, 3), (64, 128, 4, 3), (128, 64, 4, 3))
