@@ -163,7 +163,7 @@ def test_every_class_of_layers_is_pinned_and_no_other():
     classes = dict.fromkeys(("attn_res_forward", "attn_res_backward"), widths)
     classes |= dict.fromkeys(("attn_res_ring_forward", "attn_res_ring_backward"), rings)
     classes |= dict.fromkeys(("kda_prep", "kda_row_gradients", "kda_gradients"), dtypes)
-    classes |= dict.fromkeys(("kda_scan", "kda_fold"), ["fp32"])
+    classes |= dict.fromkeys(("kda_scan", "kda_fold"), ("fp32",))
     classes["kda_segments"] = [f"p{8 << i} c{16 << j}" for i in range(5) for j in range(5)]
     classes["moe_few"] = [f"{dtype} {mean}" for dtype in ("bf16", "mxfp4") for mean in means]
     table = launch_table.pinned()
