@@ -261,30 +261,22 @@ def attn_res_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
             yield partial(mix_case, way, num_sources, width, name, device)
 
 
+RING = "num_warps pairs slots programs"
 RINGS: dict[str, list[Launch]] = {
-    "forward wider": named(
-        "num_warps pairs slots programs",
-        [4, 512, 5, 3], [4, 512, 9, 1], [4, 512, 14, 1], [8, 1024, 6, 2], [8, 1024, 12, 1],
-    ),
-    "forward w2048": named(
-        "num_warps pairs slots programs",
-        [4, 512, 7, 7], [4, 512, 9, 6], [4, 512, 13, 4], [2, 256, 9, 6],
-    ),
-    "forward w768": named(
-        "num_warps pairs slots programs",
-        [1, 128, 5, 24], [1, 128, 6, 16], [1, 128, 8, 16], [2, 256, 6, 12],
-    ),
+    "forward wider": named(RING, [4, 512, 14, 1], [4, 512, 15, 1], [8, 1024, 13, 1]),
+    "forward w2048": named(RING, [4, 512, 7, 5], [4, 512, 10, 5], [4, 512, 13, 4], [2, 256, 10, 5]),
+    "forward w768": named(RING, [1, 128, 7, 18], [1, 128, 8, 16], [1, 128, 10, 13]),
     "backward wider": named(
-        "num_warps pairs slots spare programs group",
-        [8, 1024, 12, 1, 1, 3], [8, 1024, 14, 1, 1, 1], [4, 512, 15, 1, 1, 3],
+        f"{RING} spare group",
+        [8, 1024, 14, 1, 1, 1], [8, 1024, 14, 1, 1, 2], [4, 512, 15, 1, 1, 3],
     ),
     "backward w2048": named(
-        "num_warps pairs slots spare programs group",
-        [4, 512, 11, 1, 4, 3], [4, 512, 13, 1, 4, 3], [4, 512, 17, 2, 3, 3],
+        f"{RING} spare group",
+        [4, 512, 11, 4, 1, 3], [4, 512, 18, 3, 2, 3], [4, 512, 15, 3, 2, 1], [4, 512, 15, 3, 2, 2],
     ),
     "backward w768": named(
-        "num_warps pairs slots spare programs group",
-        [1, 128, 4, 1, 14, 1], [1, 128, 4, 3, 12, 1], [1, 128, 4, 2, 12, 3],
+        f"{RING} spare group",
+        [1, 128, 4, 16, 1, 1], [1, 128, 4, 15, 2, 1], [1, 128, 4, 14, 3, 1], [1, 128, 4, 12, 2, 2],
     ),
 }  # fmt: skip
 
