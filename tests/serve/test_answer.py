@@ -116,6 +116,14 @@ def test_stop_strings_are_found_however_the_text_is_cut(size: int) -> None:
     assert given == "one two three a" and stop.is_met and stop.end() == ""
 
 
+def test_of_two_stop_strings_the_one_that_ends_first_counts_however_the_text_is_cut() -> None:
+    for size in (1, 2, 3, 9):
+        stop = StopStrings(["one two", "ne", "e t"])
+        text = "an one two"
+        given = "".join(stop.feed(text[i : i + size]) for i in range(0, len(text), size))
+        assert given == "an o" and stop.is_met
+
+
 def test_what_only_began_like_a_stop_string_is_given_in_the_end() -> None:
     stop = StopStrings(["end!"])
     assert stop.feed("the en") == "the " and stop.end() == "en" and not stop.is_met

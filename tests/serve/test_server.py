@@ -355,60 +355,6 @@ def test_pictures_are_not_encoded_for_a_reply_that_there_is_no_room_for(
     assert refused.status_code == 400 and "exceed the context" in refused.json()["error"]["message"]
 
 
-def named(name: str) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": name}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "param"),
-    [
-        ({"messages": []}, 400, "messages"),
-        ({"messages": "hi"}, 400, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages"),
-        ({"messages": [{"content": "x"}]}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages"),
-        ({"messages": [{"role": "user", "content": "x" * 20_000}]}, 400, "messages"),
-        ({"temperature": -1}, 400, "temperature"),
-        ({"temperature": "warm"}, 400, "temperature"),
-        ({"temperature": 1e-40}, 400, "temperature"),
-        ({"repetition_penalty": 1e-189}, 400, "repetition_penalty"),
-        ({"top_p": 0}, 400, "top_p"),
-        ({"n": 0}, 400, "n"),
-        ({"max_tokens": 0}, 400, "max_tokens"),
-        ({"max_tokens": 10**9}, 400, "messages"),
-        ({"reasoning_effort": "medium"}, 400, "reasoning_effort"),
-        ({"top_logprobs": 2}, 400, "top_logprobs"),
-        ({"response_format": {"type": "xml"}}, 400, "response_format.type"),
-        ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
-        ({"tool_choice": "required"}, 400, "tool_choice"),
-        ({"tool_choice": "always", "tools": TOOLS}, 400, "tool_choice"),
-        ({"tool_choice": named("write"), "tools": TOOLS}, 400, "tool_choice"),
-        ({"tools": [{"type": "retrieval"}]}, 400, "tools[0].type"),
-        ({"tools": [*TOOLS, {"type": "function"}]}, 400, "tools[1].function.name"),
-        ({"tools": [*TOOLS, *TOOLS]}, 400, "tools[1].function.name"),
-        ({"retries": 1, "temperature": 0}, 400, "retries"),
-        ({"logit_bias": {"5": 1}}, 501, "logit_bias"),
-    ],
-)
-def test_a_bad_request_is_refused_by_name(
-    client: TestClient, fields: dict[str, Any], status: int, param: str
-) -> None:
-    got = post(client, **fields)
-    assert got.status_code == status
-    error = got.json()["error"]
-    assert (
-        error["param"] == param
-        and error["message"]
-        and set(error)
-        == {
-            "message",
-            "type",
-            "param",
-            "code",
-        }
-    )
-
-
 @pytest.mark.parametrize(
     "data", [b"{", b"[1]", b"\xff\xfe", b"", b'{"messages": [{"role": "\\ud800"}]}']
 )

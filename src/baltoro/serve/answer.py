@@ -9,12 +9,14 @@ never ends is part of the answer as far as it came: its arguments are no JSON th
 """
 
 import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from baltoro.serve.request import FinishReason
+from baltoro.serve.request import FinishReason, NewToken
 from baltoro.text.channels import IdParser
-from baltoro.text.reply import Delta, ToolCall, join, join_calls
+from baltoro.text.reply import Delta, ToolCall, call_records, join, join_calls
 from baltoro.text.vocabulary import Tokenizer
 
 # The problems after which a call is missing.
@@ -36,10 +38,14 @@ class StopStrings:
         if self.is_met:
             return ""
         text = self._held + text
-        places = [place for string in self._strings if (place := text.find(string)) >= 0]
+        places = [
+            (place + len(string), place)
+            for string in self._strings
+            if (place := text.find(string)) >= 0
+        ]
         if places:
             self.is_met, self._held = True, ""
-            return text[: min(places)]
+            return text[: min(places)[1]]  # of the one that ended first, as in smaller pieces
         held = max((_overlap(text, string) for string in self._strings), default=0)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
@@ -175,3 +181,76 @@ class TextReader:
     def _keep(self, content: str) -> Delta:
         self._content.append(content)
         return Delta(content=content)
+
+
+def chat_delta(delta: Delta, call_ids: list[str]) -> dict[str, Any]:
+    """The `delta` of a chunk; empty if there is nothing to send.
+
+    `call_ids` are those of the calls so far; appends the ids of new ones.
+    """
+    fields: dict[str, Any] = {}
+    if delta.reasoning:
+        fields["reasoning_content"] = delta.reasoning
+    if delta.content:
+        fields["content"] = delta.content
+    calls: list[dict[str, Any]] = []
+    for part in delta.call_parts:
+        if part.name is not None:
+            call_ids.append(new_id("call"))
+            (record,) = call_records(call_ids[-1:], [ToolCall(part.name, part.arguments)])
+            calls.append({"index": len(call_ids) - 1} | record)
+        elif calls:  # goes on with one that is in this chunk
+            calls[-1]["function"]["arguments"] += part.arguments
+        else:
+            function = {"arguments": part.arguments}
+            calls.append({"index": len(call_ids) - 1, "function": function})
+    return fields | ({"tool_calls": calls} if calls else {})
+
+
+def chat_message(answer: Answer, call_ids: list[str]) -> dict[str, Any]:
+    """The `message` of a whole choice."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = call_records(call_ids, answer.tool_calls)
+    return message
+
+
+def logprob_entry(tokenizer: Tokenizer, token: NewToken) -> dict[str, Any]:
+    """One token of `logprobs.content`, special tokens included."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        text = data.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+    top = [entry(token_id, logprob) for token_id, logprob in token.top]
+    return {**entry(token.id, token.logprob), "top_logprobs": top}
+
+
+def text_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """`logprobs` of a plain completion."""
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [
+            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
+        ],
+    }
+
+
+def usage(prompt: int, cached: int, completion: int, reasoning: int) -> dict[str, Any]:
+    """`usage`, counted in tokens."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
+    }
+
+
+def new_id(kind: str) -> str:
+    """A name for a reply or a call that nobody else has."""
+    return f"{kind}-{secrets.token_hex(12)}"

@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from baltoro.model.config import VisionConfig
-from baltoro.serve.answer import Answer, ChatReader, TextReader
+from baltoro.serve.answer import (
+    Answer,
+    ChatReader,
+    TextReader,
+    logprob_entry,
+    new_id,
+    usage,
+)
 from baltoro.serve.background import BackgroundEngine, EngineStopped, Event, Stream
 from baltoro.serve.engine import Engine, WeightsNotWhole
 from baltoro.serve.generate import image_features
@@ -23,14 +30,7 @@ from baltoro.serve.grammar import Grammars
 from baltoro.serve.metrics import Metrics
 from baltoro.serve.options import ServerConfig
 from baltoro.serve.prefix import MediaSpan
-from baltoro.serve.protocol import (
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    logprob_entry,
-    new_id,
-    usage,
-)
+from baltoro.serve.protocol import ApiError, ChatBody, CompletionBody
 from baltoro.serve.request import Grammar, Request
 from baltoro.serve.scheduler import Overloaded
 from baltoro.text.processor import Processor, Prompt
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Choices(ABC):
-    """The `n` choices of one request."""
+    """The choices of one request: `n` of each prompt, one prompt after the other."""
 
     kind: str  # of its id
     object: str
@@ -75,25 +75,28 @@ class Choices(ABC):
         self._is_aborted = False
         self._grammar: Grammar | None = None
         self._seed = body.first_seed()
-        self._attempts = [0] * body.n
-        self._held: list[list[Piece]] = [[] for _ in range(body.n)]  # until a reply is good
+        self.count = body.n * body.num_prompts
+        self._attempts = [0] * self.count
+        self._held: list[list[Piece]] = [[] for _ in range(self.count)]  # until a reply is good
         self._created = int(time.time())
         self._began = time.monotonic()
         self._streams: list[Stream] = []
         self._readers: list[Reader] = []
-        self._call_ids: list[list[str]] = [[] for _ in range(body.n)]
-        self._logprobs: list[list[JsonDict]] = [[] for _ in range(body.n)]
-        self._num_tokens = [0] * body.n
-        self._last_at = [0.0] * body.n  # when the last token came, by the monotonic clock
-        self._answers: list[Answer | None] = [None] * body.n
+        self._call_ids: list[list[str]] = [[] for _ in range(self.count)]
+        self._logprobs: list[list[JsonDict]] = [[] for _ in range(self.count)]
+        self._num_tokens = [0] * self.count
+        self._last_at = [0.0] * self.count  # when the last token came, by the monotonic clock
+        self._answers: list[Answer | None] = [None] * self.count
 
-    async def start(self, prompt: Prompt) -> None:
+    async def start(self, prompts: list[Prompt]) -> None:
         """Queue the choices. Raises what the engine raises."""
-        self._readers = [self.reader() for _ in range(self.body.n)]
+        self._readers = [self.reader() for _ in range(self.count)]
         self._streams = await self._background.submit(
-            lambda engine: self._requests(engine, prompt), self.body.n
+            lambda engine: [r for prompt in prompts for r in self._requests(engine, prompt)],
+            self.count,
         )
-        self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
+        for prompt in prompts:
+            self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
         if self._is_aborted:
             self.abort()
 
@@ -108,7 +111,7 @@ class Choices(ABC):
 
     async def chunks(self) -> AsyncIterator[JsonDict]:
         """What is streamed, in order, each choice's parts in its own."""
-        for index in range(self.body.n):
+        for index in range(self.count):
             for first in self.first_parts():
                 yield self._chunk(index, first, None)
         async for index, delta, logprob, answer in self._pieces():
@@ -133,8 +136,8 @@ class Choices(ABC):
         return {**self._head(self.object), "choices": choices, "usage": self._usage()}
 
     @abstractmethod
-    def prompt(self) -> Prompt:
-        """The prompt; `ValueError` for one that cannot be made, `FormError` for a grammar.
+    def prompts(self) -> list[Prompt]:
+        """The prompts; `ValueError` for one that cannot be made, `FormError` for a grammar.
 
         Takes long for pictures and large schemas.
         """
@@ -175,7 +178,7 @@ class Choices(ABC):
         def follow(index: int) -> None:
             tasks.append(asyncio.create_task(forward(index, self._streams[index])))
 
-        for index in range(self.body.n):
+        for index in range(self.count):
             follow(index)
         try:
             while any(answer is None for answer in self._answers):
@@ -291,11 +294,13 @@ class Choices(ABC):
         return {**self._head(self.chunk_object), "choices": [choice]}
 
     def _usage(self) -> JsonDict:
-        first = self._streams[0].sequence
-        assert first is not None
-        reasoning = sum(a.num_reasoning_tokens for a in self._answers if a is not None)
-        num_prompt = len(first.request.prompt_ids)
-        return usage(num_prompt, first.num_cached, sum(self._num_tokens), reasoning)
+        firsts = [s.sequence for s in self._streams[:: self.body.n] if s.sequence is not None]
+        return usage(
+            sum(len(first.request.prompt_ids) for first in firsts),
+            sum(first.num_cached for first in firsts),
+            sum(self._num_tokens),
+            sum(answer.num_reasoning_tokens for answer in self._answers if answer is not None),
+        )
 
 
 def _media(prompt: Prompt, vision: VisionConfig | None) -> tuple[MediaSpan, ...]:

@@ -1,12 +1,16 @@
-"""The bodies of requests for the OpenAPI document, also where we read them by hand.
+"""Fields of requests that take several forms, and the bodies for the OpenAPI document.
 
 Messages, tools and formats are checked by who understands them and not by pydantic; here stands
 what they look like, so that clients and tests are told.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel
+from pydantic import AfterValidator, BaseModel, BeforeValidator
+from pydantic_core import PydanticCustomError
+
+# strings, and characters of one: each is looked for in every reply
+MAX_STOPS, MAX_STOP = 64, 1024
 
 _TEXT_PART = {
     "type": "object",
@@ -48,7 +52,7 @@ _CALL = {
 _MESSAGE = {
     "type": "object",
     "properties": {
-        "role": {"enum": ["system", "user", "assistant", "tool"]},
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": _CONTENT,
         "reasoning_content": {"type": "string"},
         "tool_calls": {"type": "array", "items": _CALL},
@@ -120,6 +124,38 @@ _FIELDS: dict[str, Any] = {
 }
 
 
+def _stops(value: Any) -> Any:
+    strings = value if isinstance(value, list) else [value]
+    if value is not None and not all(isinstance(string, str) for string in strings):
+        raise PydanticCustomError("stop", "must be a string or a list of strings")
+    if len(strings) > MAX_STOPS or any(len(string or "") > MAX_STOP for string in strings):
+        raise PydanticCustomError(
+            "stop", f"at most {MAX_STOPS} strings of at most {MAX_STOP} characters are looked for"
+        )
+    return value
+
+
+def _prompts(value: Any) -> Any:
+    def is_one(prompt: Any) -> bool:
+        is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
+        return is_ids or isinstance(prompt, str)
+
+    if not (is_one(value) or (isinstance(value, list) and all(map(is_one, value)))):
+        raise PydanticCustomError(
+            "prompt", "must be a string, a list of token ids, or a list of such"
+        )
+    return value
+
+
+def _with_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A developer's message, as newer models of OpenAI call it, is one of the system."""
+    return [m | {"role": "system"} if m.get("role") == "developer" else m for m in messages]
+
+
+Stops = Annotated[str | list[str] | None, BeforeValidator(_stops)]
+Prompts = Annotated[str | list[int] | list[str] | list[list[int]], BeforeValidator(_prompts)]
+Messages = Annotated[list[dict[str, Any]], AfterValidator(_with_developers)]
+
 ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {
         "description": "an error as OpenAI's: message, type, param, code",
@@ -136,10 +172,12 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def request_body(body_type: type[BaseModel]) -> dict[str, Any]:
+def request_body(body_type: type[BaseModel], model_name: str | None = None) -> dict[str, Any]:
     """The part of an OpenAPI operation that says what it takes, without references."""
     schema = body_type.model_json_schema()
     schema = _inlined(schema, schema.pop("$defs", {}))
+    if model_name is not None:
+        schema["properties"]["model"] = {"enum": [model_name, None]}
     if "messages" in schema["properties"]:
         schema["properties"] |= {k: v for k, v in _FIELDS.items() if k in schema["properties"]}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -27,7 +27,7 @@ from baltoro.serve.prefix import root_hash
 from baltoro.serve.request import FinishReason, NewToken, Request, Sequence
 from baltoro.serve.resident import ResidentBatch
 from baltoro.serve.runner import Runner
-from baltoro.serve.scheduler import Scheduler, SchedulerConfig, StepPlan, Work
+from baltoro.serve.scheduler import ContextExceeded, Scheduler, SchedulerConfig, StepPlan, Work
 
 logger = logging.getLogger(__name__)
 
@@ -136,9 +136,9 @@ class Engine:
         self.scheduler = Scheduler(config.scheduler, self.cache)
         batch = packs = None
         if config.decode == "resident":
-            limits = config.scheduler
-            batch = ResidentBatch(model, pool, limits.max_running)
-            packs = PrefillBatch(model, pool, limits.num_prefill_tokens, has_cuts=config.is_caching)
+            most = config.scheduler.num_prefill_tokens
+            batch = ResidentBatch(model, pool, config.scheduler.max_running)
+            packs = PrefillBatch(model, pool, most, has_cuts=config.is_caching)
         self.runner = Runner(model, pool, batch, packs)
         self._clock = clock
         self._num_wrong = 0  # drafted tokens since the last right one
@@ -219,9 +219,9 @@ class Engine:
         return sequences
 
     def check_length(self, num_prompt: int, num_new: int) -> None:
-        """Raise `ValueError` if context or pool have no room for so many tokens."""
+        """Raise `ContextExceeded` if context or pool have no room for so many tokens."""
         if num_prompt + num_new > self.model.config.max_seq_len:
-            raise ValueError(
+            raise ContextExceeded(
                 f"prompt: {num_prompt} tokens and {num_new} new ones exceed the context of "
                 f"{self.model.config.max_seq_len}; shorten the prompt or lower max_tokens"
             )
@@ -254,7 +254,6 @@ class Engine:
             sequence.extend_chain(self.layout.hash_block)
 
     def _end_all(self) -> list[tuple[Sequence, NewToken | None]]:
-        """End every sequence in an error."""
         ended = [*self.scheduler.running, *self.scheduler.waiting]
         for sequence in ended:
             self._finish(sequence, "error")
@@ -323,11 +322,8 @@ class Engine:
             return
         if tokens[-1] is None:
             self.stats.num_corrupted += 1
-            logger.warning(
-                "request %s: nothing can follow its last token; its logits are not finite, or its "
-                "grammar is at fault",
-                sequence.request.request_id,
-            )
+            name = sequence.request.request_id
+            logger.warning("request %s: logits not finite, or a grammar at fault", name)
             self._finish(sequence, "error")
         elif tokens[-1].id in sequence.request.stop_ids:
             self._finish(sequence, "stop")

@@ -1,14 +1,15 @@
 """The two kinds of completion: the reply to a conversation, the continuation of a text."""
 
-from baltoro.serve.answer import Answer, ChatReader, TextReader
-from baltoro.serve.choices import Choices, JsonDict, Reader
-from baltoro.serve.protocol import (
-    ChatBody,
-    CompletionBody,
+from baltoro.serve.answer import (
+    Answer,
+    ChatReader,
+    TextReader,
     chat_delta,
     chat_message,
     text_logprobs,
 )
+from baltoro.serve.choices import Choices, JsonDict, Reader
+from baltoro.serve.protocol import ChatBody, CompletionBody
 from baltoro.serve.thinking import ThinkingCap
 from baltoro.text.processor import Prompt
 from baltoro.text.reply import Delta
@@ -20,7 +21,7 @@ class ChatChoices(Choices):
     kind, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: ChatBody
 
-    def prompt(self) -> Prompt:
+    def prompts(self) -> list[Prompt]:
         body = self.body
         form = body.form()
         if form is not None:
@@ -28,7 +29,7 @@ class ChatChoices(Choices):
         limit = self._config.max_thinking.get(body.effort)
         if limit is not None:
             self._grammar = ThinkingCap(self.processor.tokenizer, limit, self._grammar)
-        return self.processor.prompt(
+        prompt = self.processor.prompt(
             body.messages,
             body.tools,
             thinking=body.thinking,
@@ -37,6 +38,7 @@ class ChatChoices(Choices):
             response_format=body.response_format,
             max_tokens=self._background.engine.model.config.max_seq_len - 1,
         )
+        return [prompt]
 
     def reader(self) -> Reader:
         has_tools = bool(self.body.tools) and self.body.tool_choice != "none"
@@ -73,11 +75,9 @@ class TextChoices(Choices):
     kind, object, chunk_object = "cmpl", "text_completion", "text_completion"
     body: CompletionBody
 
-    def prompt(self) -> Prompt:
-        prompt = self.body.prompt
-        return Prompt(
-            self.processor.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        )
+    def prompts(self) -> list[Prompt]:
+        encode = self.processor.tokenizer.encode
+        return [Prompt(encode(p) if isinstance(p, str) else p) for p in self.body.prompts]
 
     def reader(self) -> Reader:
         return TextReader(self.processor.tokenizer, self.body.stop_strings)

@@ -24,7 +24,8 @@ class MediaSpan:
 def root_hash(weights_version: str, salt: str = "") -> bytes:
     """The start of a chain; prefixes under another version or salt never match."""
     text = f"{len(weights_version)}:{weights_version}{salt}"
-    return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).digest()
+    data = text.encode("utf-8", "surrogatepass")  # JSON may spell half a pair
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
 def extend_chain(

@@ -1,4 +1,4 @@
-"""OpenAI's requests as we read them, and its answers as we write them. No engine here.
+"""OpenAI's requests as we read them. No engine here.
 
 What we cannot honour is refused with a name, never ignored (`UNSUPPORTED`). Fields we do not know
 are ignored. `ChatBody.form` says when a reply is bound by a grammar. Ours beside OpenAI's are
@@ -12,14 +12,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 
-from baltoro.serve.answer import Answer
+from baltoro.serve.document import Messages, Prompts, Stops
 from baltoro.serve.form import Form, Tool
-from baltoro.serve.request import NewToken
 from baltoro.serve.sampling import Penalties, Sampling
-from baltoro.text.reply import Delta, ToolCall, call_records
-from baltoro.text.vocabulary import Tokenizer
+from baltoro.text.messages import IMAGE_TYPES
 
 EFFORTS = ("none", "low", "high", "max")
 UNSUPPORTED = (
@@ -32,8 +30,23 @@ UNSUPPORTED = (
     "best_of",
     "suffix",
     "echo",
+    # of other engines, where they change what is written
+    "bad_words",
+    "chat_template",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "ignore_eos",
+    "min_tokens",
+    "prompt_logprobs",
+    "stop_token_ids",
+    "structured_outputs",
 )
 MAX_CHOICES = 64
+MAX_REPLIES = 1024  # of all prompts of a request
 MAX_RETRIES = 5
 MIN_TEMPERATURE = 1e-6  # above 0; below it logits overflow
 MAX_MESSAGE = 1000  # characters of an error
@@ -95,7 +108,7 @@ class _Body(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Stops = None
     priority: int = Field(0, ge=-100, le=100)
     cache_salt: str = ""
     retries: int = Field(0, ge=0, le=MAX_RETRIES)
@@ -140,6 +153,10 @@ class _Body(BaseModel):
             return [self.stop]
         return self.stop or []
 
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
     def first_seed(self) -> int:
         """The seed of the first choice; drawn if the request has none."""
         return secrets.randbits(63) if self.seed is None else self.seed
@@ -148,7 +165,7 @@ class _Body(BaseModel):
 class ChatBody(_Body):
     """`POST /v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -179,6 +196,7 @@ class ChatBody(_Body):
             )
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
+        self._check_contents()
         self._check_tool_results()
         self.form()
 
@@ -227,6 +245,7 @@ class ChatBody(_Body):
 
     def _declared_tools(self) -> list[Tool]:
         tools: list[Tool] = []
+        names: set[str] = set()
         for number, tool in enumerate(self.tools or ()):
             where = f"tools[{number}]"
             if tool.get("type") != "function":
@@ -235,8 +254,9 @@ class ChatBody(_Body):
             name = function.get("name") if isinstance(function, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
                 raise _refused(f"{where}.function.name", "a name is needed")
-            if name in [other.name for other in tools]:
+            if name in names:
                 raise _refused(f"{where}.function.name", f"{name!r} is declared twice")
+            names.add(name)
             parameters = function.get("parameters")
             if not isinstance(parameters, (Mapping, type(None))):
                 raise _refused(f"{where}.function.parameters", "must be a JSON schema")
@@ -262,13 +282,27 @@ class ChatBody(_Body):
             raise _refused("tool_choice", f"{function.get('name')!r} is not among the tools")
         return "named"
 
+    def _check_contents(self) -> None:
+        for number, message in enumerate(self.messages):
+            where = f"messages[{number}].content"
+            content = message.get("content")
+            if content is None and message.get("role") in ("system", "user"):
+                raise _refused(where, "must be a string or a list of parts")
+            for place, part in enumerate(content if isinstance(content, list) else ()):
+                kind = part.get("type") if isinstance(part, Mapping) else None
+                if kind not in ("text", *IMAGE_TYPES):
+                    known = ", ".join(("text", *IMAGE_TYPES))
+                    raise _refused(f"{where}[{place}].type", f"{kind!r} is not one of {known}")
+                if kind == "text" and not isinstance(part.get("text"), str):
+                    raise _refused(f"{where}[{place}].text", "must be a string")
+
     def _check_tool_results(self) -> None:
-        known: set[str] = set()
+        known: set[Any] = set()
         for number, message in enumerate(self.messages):
             calls = message.get("tool_calls")
             for call in calls if isinstance(calls, list) else ():
-                if isinstance(call, Mapping):
-                    known.add(str(call.get("id")))
+                if isinstance(call, Mapping) and call.get("id") is not None:
+                    known.add(str(call["id"]))
             if message.get("role") == "tool" and str(message.get("tool_call_id")) not in known:
                 raise ApiError(
                     400,
@@ -280,7 +314,7 @@ class ChatBody(_Body):
 class CompletionBody(_Body):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int]
+    prompt: Prompts
     logprobs: int | None = Field(None, ge=0, le=20)
     response_format: Any = None
     tools: Any = None
@@ -291,6 +325,20 @@ class CompletionBody(_Body):
         for name in ("response_format", "tools"):
             if getattr(self, name):
                 raise _refused(name, "plain completions have none; use /v1/chat/completions")
+        if self.n * self.num_prompts > MAX_REPLIES:
+            raise _refused("prompt", f"with n={self.n} at most {MAX_REPLIES} replies are written")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more; an empty list is one without tokens."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        return prompt if prompt and not isinstance(prompt[0], int) else [prompt]  # type: ignore[return-value]
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
 
 
 class AbortBody(BaseModel):
@@ -303,7 +351,7 @@ class TokenizeBody(BaseModel):
     """`POST /tokenize`: a text, or the messages of a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     tools: list[dict[str, Any]] | None = None
 
 
@@ -311,84 +359,19 @@ def _refused(param: str, message: str) -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param)
 
 
+def invalid(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a body, with its field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    field, *rest = first["loc"]
+    param = str(field) + "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in rest)
+    return _refused(param, first["msg"])
+
+
 def refuse_unsupported(data: Mapping[str, Any]) -> None:
     """Raise `ApiError` for a field that would be ignored in silence."""
     for name in UNSUPPORTED:
-        if data.get(name):
+        if data.get(name) and not (name == "best_of" and data[name] == 1):
             raise ApiError(501, f"{name}: is not supported", param=name, code="unsupported")
-
-
-def chat_delta(delta: Delta, call_ids: list[str]) -> dict[str, Any]:
-    """The `delta` of a chunk; empty if there is nothing to send.
-
-    `call_ids` are those of the calls so far; appends the ids of new ones.
-    """
-    fields: dict[str, Any] = {}
-    if delta.reasoning:
-        fields["reasoning_content"] = delta.reasoning
-    if delta.content:
-        fields["content"] = delta.content
-    calls: list[dict[str, Any]] = []
-    for part in delta.call_parts:
-        if part.name is not None:
-            call_ids.append(new_id("call"))
-            (record,) = call_records(call_ids[-1:], [ToolCall(part.name, part.arguments)])
-            calls.append({"index": len(call_ids) - 1} | record)
-        elif calls:  # goes on with one that is in this chunk
-            calls[-1]["function"]["arguments"] += part.arguments
-        else:
-            function = {"arguments": part.arguments}
-            calls.append({"index": len(call_ids) - 1, "function": function})
-    return fields | ({"tool_calls": calls} if calls else {})
-
-
-def chat_message(answer: Answer, call_ids: list[str]) -> dict[str, Any]:
-    """The `message` of a whole choice."""
-    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None}
-    if answer.reasoning:
-        message["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        message["tool_calls"] = call_records(call_ids, answer.tool_calls)
-    return message
-
-
-def logprob_entry(tokenizer: Tokenizer, token: NewToken) -> dict[str, Any]:
-    """One token of `logprobs.content`, special tokens included."""
-
-    def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        data = tokenizer.token_bytes(token_id)
-        text = data.decode("utf-8", errors="replace")
-        return {"token": text, "logprob": logprob, "bytes": list(data)}
-
-    top = [entry(token_id, logprob) for token_id, logprob in token.top]
-    return {**entry(token.id, token.logprob), "top_logprobs": top}
-
-
-def text_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """`logprobs` of a plain completion."""
-    return {
-        "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [
-            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries
-        ],
-    }
-
-
-def usage(prompt: int, cached: int, completion: int, reasoning: int) -> dict[str, Any]:
-    """`usage`, counted in tokens."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
-    }
-
-
-def new_id(kind: str) -> str:
-    """A name for a reply or a call that nobody else has."""
-    return f"{kind}-{secrets.token_hex(12)}"
 
 
 def sse(data: Mapping[str, Any]) -> str:

@@ -25,6 +25,10 @@ MAX_TRIES = 32  # waiting sequences looked at in one step
 MAX_AHEAD = 4  # waiting sequences whose prefixes are brought back from CPU memory
 
 
+class ContextExceeded(ValueError):
+    """A prompt and its reply are longer than the model or the pool has room for."""
+
+
 class Overloaded(RuntimeError):
     """The queue is full; `queued_tokens` are waiting."""
 
@@ -130,11 +134,11 @@ class Scheduler:
         self.num_submitted = 0
 
     def check(self, num_tokens: int) -> None:
-        """Raise `ValueError` if a sequence of so many tokens would not fit into the empty pool."""
+        """Raise `ContextExceeded` if so many tokens would not fit into the empty pool."""
         config = self.cache.config
         need = config.num_kv_pages(num_tokens) + config.num_state_groups
         if need > config.num_pages:
-            raise ValueError(
+            raise ContextExceeded(
                 f"prompt: with its new tokens it needs {need} pages and the pool has "
                 f"{config.num_pages}; shorten it, lower max_tokens or serve with more pages"
             )

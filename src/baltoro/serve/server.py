@@ -44,11 +44,13 @@ from baltoro.serve.protocol import (
     ChatBody,
     CompletionBody,
     TokenizeBody,
+    invalid,
     refuse_unsupported,
     sse,
 )
 from baltoro.serve.resident import OPERATORS, waiting_operators
-from baltoro.serve.scheduler import Overloaded, SchedulerConfig
+from baltoro.serve.scheduler import ContextExceeded, Overloaded, SchedulerConfig
+from baltoro.text.messages import PromptTooLong
 from baltoro.text.processor import Processor, Prompt
 
 log = logging.getLogger(__name__)
@@ -90,6 +92,7 @@ class Server:
             if isinstance(body, ChatBody) and body.reasoning_effort is None:
                 body.reasoning_effort = self.config.default_effort
             body.check()
+            self.check_model(body.model)
             choices = kind(
                 body, self.processor, self.background, self.metrics, self.config, self.grammars
             )
@@ -130,8 +133,7 @@ class Server:
     async def _start(self, choices: Choices) -> None:
         """Queue a request. Raises `ApiError` for one that cannot be served, or not now."""
         try:
-            prompt = await asyncio.to_thread(choices.prompt)
-            await choices.start(prompt)
+            await choices.start(await asyncio.to_thread(choices.prompts))
         except Overloaded as error:
             self.metrics.rejected["overloaded"] += 1
             wait_s = self._wait_s(error)
@@ -145,7 +147,15 @@ class Server:
         except ValueError as error:
             self.metrics.rejected["invalid"] += 1
             param = "prompt" if isinstance(choices.body, CompletionBody) else "messages"
-            raise ApiError(400, str(error), param=param) from None
+            is_long = isinstance(error, (ContextExceeded, PromptTooLong))
+            code = "context_length_exceeded" if is_long else None  # at which clients shorten it
+            raise ApiError(400, str(error), param=param, code=code) from None
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `ApiError` for another model than the one that is served."""
+        if name and name != self.config.model_name:
+            message = f"model: {name!r} is not here; {self.config.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a text or of a conversation's prompt."""
@@ -155,7 +165,7 @@ class Server:
             raise ApiError(400, "prompt: give either prompt or messages", param="prompt")
         try:
             if body.prompt is not None:
-                ids = self.processor.tokenizer.encode(body.prompt)
+                ids = await asyncio.to_thread(self.processor.tokenizer.encode, body.prompt)
             else:
                 ids = (await asyncio.to_thread(self._chat_prompt, body)).ids
         except ValueError as error:
@@ -220,9 +230,7 @@ class Server:
         try:
             return body_type.model_validate(data)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            param = ".".join(str(part) for part in first["loc"])
-            raise ApiError(400, f"{param}: {first['msg']}", param=param) from None
+            raise invalid(error) from None
 
     def _authorise(self, request: Request) -> None:
         keys = self.config.api_keys
@@ -273,11 +281,15 @@ def create_app(server: Server) -> FastAPI:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_fault)
 
-    @app.post("/v1/chat/completions", openapi_extra=request_body(ChatBody), responses=RESPONSES)
+    chat_body, text_body = (
+        request_body(kind, server.config.model_name) for kind in (ChatBody, CompletionBody)
+    )
+
+    @app.post("/v1/chat/completions", openapi_extra=chat_body, responses=RESPONSES)
     async def chat_completions(request: Request) -> Response:
         return await server.complete(request, ChatChoices, ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=request_body(CompletionBody), responses=RESPONSES)
+    @app.post("/v1/completions", openapi_extra=text_body, responses=RESPONSES)
     async def completions(request: Request) -> Response:
         return await server.complete(request, TextChoices, CompletionBody)
 
@@ -289,16 +301,22 @@ def create_app(server: Server) -> FastAPI:
     async def abort(request: Request) -> Response:
         return await server.abort(request)
 
+    entry = {
+        "id": server.config.model_name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "baltoro",
+        "max_model_len": engine.model.config.max_seq_len,
+    }
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        entry = {
-            "id": server.config.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "baltoro",
-            "max_model_len": engine.model.config.max_seq_len,
-        }
         return {"object": "list", "data": [entry]}
+
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return entry
 
     @app.get("/health", response_class=Response, responses={503: {"description": "stopped"}})
     async def health() -> Response:
@@ -306,7 +324,8 @@ def create_app(server: Server) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return PlainTextResponse(server.metrics.text(engine))
+        kind = "text/plain; version=0.0.4"
+        return PlainTextResponse(server.metrics.text(engine), media_type=kind)
 
     for path, (name, kind) in PAGE_FILES.items():
         app.get(path, include_in_schema=False)(_page((PAGE / name).read_bytes(), kind))

@@ -15,6 +15,10 @@ class MessageError(ValueError):
     """A message, or a part of one, that cannot be rendered."""
 
 
+class PromptTooLong(MessageError):
+    """A conversation whose prompt is above a given number of tokens."""
+
+
 class MessageKeyError(MessageError, KeyError):
     """A field that must be there is missing."""
 

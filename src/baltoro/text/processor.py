@@ -9,7 +9,7 @@ import numpy as np
 
 from baltoro.text.arguments import Revision
 from baltoro.text.images import CONFIG_FILE, ImageProcessor
-from baltoro.text.messages import MessageError, image_parts
+from baltoro.text.messages import MessageError, PromptTooLong, image_parts
 from baltoro.text.pictures import open_picture
 from baltoro.text.tokenizer import Tokenizer, load_tokenizer
 from baltoro.text.xtml import render
@@ -119,7 +119,7 @@ class Processor:
 
 def _check_length(num_tokens: int, max_tokens: int | None) -> None:
     if max_tokens is not None and num_tokens > max_tokens:
-        raise MessageError(
+        raise PromptTooLong(
             f"the prompt has {num_tokens} tokens or more, pictures included, and at most "
             f"{max_tokens} fit; shorten it or send smaller pictures"
         )
