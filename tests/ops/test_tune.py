@@ -25,12 +25,12 @@ from baltoro.ops.tune import why_refused
 
 tune_cases.NORM_NUMBERS, tune_cases.CONV_TOKENS, tune_cases.LOSS_NUMBERS = 3000, 11, 2**16
 tune_cases.UNIT_TOKENS = 2
-tune_layers.PORTABLE_SIZE = (1, 70, 32)
+tune_layers.PORTABLE_SIZE, tune_layers.MIX_TOKENS = (1, 70, 32), 2
 cpu, fp32, sizes = torch.device("cpu"), torch.float32, (8, 2, 64, 64)
 builds = []
 for name in ("rms_norm", "short_conv", "cross_entropy", "situ_glu"):
     builds += tune_cases.cases((name,), cpu)[:2]
-builds += [build for build in tune_layers.kda_portable_cases(cpu) if fp32 in build.args]
+builds += [build for build in tune_layers.portable_cases(cpu) if fp32 in build.args][:5]
 builds += [lambda n=n: tune_layers.decode_case(2, 64, 2, fp32, n, cpu) for n in (1, 3)]
 builds += [lambda p=p: tune_layers.moe_case(sizes, p, 6, cpu) for p in (False, True)]
 for build in builds:

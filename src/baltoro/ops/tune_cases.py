@@ -22,8 +22,8 @@ from .tune_layers import (
     attn_res_cases,
     decode_cases,
     kda_cases,
-    kda_portable_cases,
     moe_cases,
+    portable_cases,
 )
 
 LANES = 32
@@ -194,7 +194,7 @@ _CASES = {
     "kda_decode": decode_cases,
     "moe": moe_cases,
     "attn_res": attn_res_cases,
-    "kda_portable": kda_portable_cases,
+    "portable": portable_cases,
 }
 KERNELS = tuple(_CASES)
 

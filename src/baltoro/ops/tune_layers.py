@@ -39,6 +39,7 @@ PORTABLE_SIZE = (4, 2048, 128)
 SMALL_EXPERTS = (64, 6, 384, 448)  # experts, active ones, latent and inner width
 K3_EXPERTS = (112, 16, 3584, 3072)  # an eighth of them
 MIXED = ((9, 7168, "wider"), (9, 2048, "w2048"), (5, 768, "w768"))  # sources, width, class
+MIXED_ROWS = ((5, 768, "w1024"), (9, 2048, "w2048"), (9, 7168, "w8192"))
 MIX_TOKENS = 8192
 
 Run = Callable[[], Sequence[Tensor]]
@@ -85,8 +86,8 @@ def fold_case(device: torch.device) -> Case:
     )
 
 
-def kda_portable_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
-    """The kernels for fp32, and in bf16 for gates without a bound."""
+def portable_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
+    """Kernels for fp32 and, of KDA, in bf16 for gates without a bound."""
     for kernel, candidates, which in (
         ("kda_prep", named("columns num_warps", [16, 1], [16, 4], [32, 2], [32, 4]), 0),
         ("kda_scan", named("columns num_warps", [16, 2], [16, 8], [32, 4], [32, 8]), 0),
@@ -95,6 +96,8 @@ def kda_portable_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
     ):
         for dtype in (FP32,) if kernel == "kda_scan" else (BF16, FP32):
             yield partial(portable_case, kernel, candidates, which, dtype, device)
+    for way, (num_sources, width, name) in product(("forward", "backward"), MIXED_ROWS):
+        yield partial(mix_case, way, num_sources, width, name, device, FP32)
 
 
 def portable_case(
@@ -281,11 +284,27 @@ RINGS: dict[str, list[Launch]] = {
 }  # fmt: skip
 
 
-def mix_case(way: str, num_sources: int, width: int, name: str, device: torch.device) -> Case:
-    """Through the ring."""
-    sources = [normal(MIX_TOKENS, width, device=device) for _ in range(num_sources)]
-    norm, proj = normal(width, device=device), normal(width, device=device)
-    d_out = normal(MIX_TOKENS, width, device=device)
+ROW = "num_warps ahead held held_warps"
+ROWS: dict[str, list[Launch]] = {
+    "w1024": named(ROW, [2, 1, 5120, 2], [2, 2, 1, 2], [2, 3, 1, 2], [4, 2, 1, 4]),
+    "w2048": named(ROW, [4, 2, 20480, 8], [4, 1, 1, 4], [4, 3, 1, 4], [8, 2, 1, 8]),
+    "w8192": named(ROW, [8, 1, 1, 8], [16, 1, 1, 16], [16, 2, 1, 16]),
+}
+
+
+def mix_case(
+    way: str,
+    num_sources: int,
+    width: int,
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype = BF16,
+) -> Case:
+    """Rows of bf16 go through the ring."""
+    *sources, d_out = (
+        normal(MIX_TOKENS, width, device=device, dtype=dtype) for _ in range(num_sources + 1)
+    )
+    norm, proj = (normal(width, device=device, dtype=dtype) for _ in range(2))
     attn_res_mix([sources[0][:1]], norm, proj, eps=1e-5, impl="triton")
     operators: Any = torch.ops.baltoro
     _, stats = operators.attn_res_forward(sources, norm, proj, 1e-5, True)
@@ -294,8 +313,8 @@ def mix_case(way: str, num_sources: int, width: int, name: str, device: torch.de
         "backward": lambda: operators.attn_res_backward(sources, norm, proj, stats, d_out),
     }
     return Case(
-        kernel=f"attn_res_ring_{way}",
+        kernel=f"attn_res_{'ring_' if dtype is BF16 else ''}{way}",
         shape_class=name,
         run=runs[way],
-        candidates=RINGS[f"{way} {name}"],
+        candidates=RINGS[f"{way} {name}"] if dtype is BF16 else ROWS[name],
     )
