@@ -16,6 +16,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .pairs_sm90 import (
+    NEAR_Q0,
+    NEAR_Q1,
+    add_far_reads,
+    add_near_pairs,
+    far_writes,
+    put_tiles,
+    value_pairs,
+)
 from .tiles_sm90 import (
     ACC,
     CHANNELS,
@@ -25,10 +34,7 @@ from .tiles_sm90 import (
     COPY128,
     HALF,
     LOG2E,
-    ONES,
     PAIR,
-    SHIFT,
-    SQUARE,
     SQUARE_COLUMNS,
     SQUARE_ROWS,
     STRIP,
@@ -36,13 +42,11 @@ from .tiles_sm90 import (
     TILE32,
     TOKENS,
     VECTOR,
-    again,
     barrier,
     copy_tile,
     half_gate,
     half_tile,
     inverse,
-    left,
     normed_half,
     ones_where,
     rounded,
@@ -52,27 +56,6 @@ from .tiles_sm90 import (
     tile_offsets,
     times,
 )
-
-# places of the tiles of dA: pairs inside the first and second half, and across
-NEAR_Q0: gl.constexpr = gl.constexpr(0)
-NEAR_K0: gl.constexpr = gl.constexpr(1)
-NEAR_Q1: gl.constexpr = gl.constexpr(2)
-NEAR_K1: gl.constexpr = gl.constexpr(3)
-FAR_Q: gl.constexpr = gl.constexpr(4)
-FAR_K: gl.constexpr = gl.constexpr(5)
-
-
-@gluon.jit
-def place(tiles, i: gl.constexpr):
-    """Tile i of an array, its address computed here and now.
-
-    Addresses known in advance are kept in uniform registers; when those run out, the ptxas of CUDA
-    12.8 reads the wrong one.
-    """
-    zero = gl.inline_asm_elementwise(
-        "mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-    return tiles.index(zero + i)
 
 
 @gluon.jit
@@ -85,33 +68,6 @@ def crossing_sum(base, reads, writes, from_here, before):
 
 
 @gluon.jit
-def add_near_pairs(L, q, k, own, tiles, Q: gl.constexpr, dq, dk, reads):
-    """Add the pairs inside one half to dq, dk and what its tokens read (less what they write)."""
-    lhs = left(rounded(k * gl.exp2(-L - SHIFT)))
-    t = warpgroup_mma_wait(0, deps=[times(lhs, place(tiles, Q).permute((1, 0)))])
-    row = gl.exp2(L + SHIFT)
-    row_q = rounded(q * row)
-    dq += row * t + own * k
-    reads += row_q * t
-    t = warpgroup_mma_wait(0, deps=[times(lhs, place(tiles, Q + 1).permute((1, 0)))])
-    row_k = rounded(k * row)
-    dk += row * t + own * q
-    reads += row_k * t
-    t = times(left(row_q), place(tiles, Q))
-    t = warpgroup_mma(left(row_k), place(tiles, Q + 1), t, is_async=True)
-    t = warpgroup_mma_wait(0, deps=[t])
-    col = gl.exp2(-again(L) - SHIFT)
-    return dq, dk + col * t, reads - rounded(k * col) * t
-
-
-@gluon.jit
-def put_tile(tiles, i: gl.constexpr, square, r: gl.constexpr, c: gl.constexpr):
-    """Copy one 32 x 32 tile of `square` to place i."""
-    tile = square.slice(r * HALF, HALF, 0).slice(c * HALF, HALF, 1).load(ONES)
-    tiles.index(i).store(tile)
-
-
-@gluon.jit
 def read_products(pointer, b, row_stride, length, V: gl.constexpr, layout: gl.constexpr):
     """Row sums of the product of a tile [R, V] in global memory and one in shared memory."""
     total = gl.zeros([CHUNK], gl.float32, layout=gl.SliceLayout(1, layout))
@@ -121,6 +77,103 @@ def read_products(pointer, b, row_stride, length, V: gl.constexpr, layout: gl.co
         x = x.to(gl.float32) * b.slice(part * 64, 64, 1).load(layout).to(gl.float32)
         total += gl.sum(x, 1)
     return total
+
+
+@gluon.jit
+def copy_values(
+    do, dv, v_new, states, d_states, chunk, value, state, num_heads, length,
+    K: gl.constexpr, V: gl.constexpr,
+):  # fmt: skip
+    """Start the copies of a chunk's do, dv and v_new, and of a strip of the states beside it."""
+    COPY_V: gl.constexpr = COPY128 if V == 128 else COPY64
+    do_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
+    dv_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
+    v_new_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
+    S_s = gl.allocate_shared_memory(gl.bfloat16, [V, STRIP], TILE)
+    dS_s = gl.allocate_shared_memory(gl.bfloat16, [V, STRIP], TILE)
+    copy_tile(do_s, do + value, num_heads * V, length, COPY_V)
+    copy_tile(v_new_s, v_new + chunk * CHUNK * V, V, CHUNK, COPY_V)
+    copy_tile(dv_s, dv + value, num_heads * V, length, COPY_V)
+    copy_tile(S_s, states + state, K, V, COPY64)
+    copy_tile(dS_s, d_states + state, K, V, COPY64)
+    async_copy.commit_group()
+    return do_s, dv_s, v_new_s, S_s, dS_s
+
+
+@gluon.jit
+def copy_heads(q, k, g, head, num_heads, length, K: gl.constexpr, COPY_G: gl.constexpr):
+    """Start the copies of a strip of a chunk's q, k and g."""
+    TILE_G: gl.constexpr = TILE if g.dtype.element_ty == gl.bfloat16 else TILE32
+    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [CHUNK, STRIP], TILE_G)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
+    copy_tile(g_s, g + head, num_heads * K, length, COPY_G)
+    copy_tile(k_s, k + head, num_heads * K, length, COPY64)
+    copy_tile(q_s, q + head, num_heads * K, length, COPY64)
+    async_copy.commit_group()
+    return g_s, q_s, k_s
+
+
+@gluon.jit
+def triangles():
+    """Ones [32, 32] where a column is at a row or after it, after it, at it or before it."""
+    i = gl.arange(0, HALF, layout=SQUARE_ROWS)[:, None]
+    r = gl.arange(0, HALF, layout=SQUARE_COLUMNS)[None, :]
+    return ones_where(i <= r), ones_where(i < r), ones_where(i >= r)
+
+
+@gluon.jit
+def store_dbeta(
+    dbeta, d, beta, start, token, length, h, num_heads, FROM_LOGITS: gl.constexpr
+):  # fmt: skip
+    """Store the gradient of beta, or of its logits."""
+    if FROM_LOGITS:
+        d *= beta * (1.0 - beta)
+    out = dbeta + (start + token) * num_heads + h
+    gl.store(out, d.to(dbeta.dtype.element_ty), mask=token < length)
+
+
+@gluon.jit
+def put_vector(x, N: gl.constexpr):
+    """A vector [N] in shared memory."""
+    vector = gl.allocate_shared_memory(gl.float32, [N], VECTOR)
+    vector.store(x)
+    return vector
+
+
+@gluon.jit
+def through_norms(
+    dq, dk, q, k, norm, scale, read_q_s, read_k_s, write_s, first: gl.constexpr
+):  # fmt: skip
+    """Gradients of the raw q and k of the half that begins at `first`."""
+    read_q = read_q_s.slice(first, HALF, 0).load(TOKENS)
+    read_k = 2.0 * write_s.slice(first, HALF, 0).load(TOKENS)
+    read_k -= read_k_s.slice(first, HALF, 0).load(TOKENS)
+    dq = gl.load(norm + first)[None, :] * (scale * dq - q * (read_q / scale)[None, :])
+    return dq, gl.load(norm + CHUNK + first)[None, :] * (dk - k * read_k[None, :])
+
+
+@gluon.jit
+def gate_slope(y, rate, lower_bound):
+    """Derivative of lower_bound * sigmoid(rate * y) by y."""
+    rest = gl.exp2(gl.minimum(-rate * LOG2E * y, 126.0))
+    p = inverse(1.0 + rest)
+    return lower_bound * rate * p * p * rest
+
+
+@gluon.jit
+def logit_gradients(
+    g_s, dg0, dg1, d_bias_parts, d_rate_parts, chunk, channels, length, spot, bias, rate,
+    lower_bound, K: gl.constexpr,
+):  # fmt: skip
+    """From gradients of the gate to those of its logits; their sums over the chunk are stored."""
+    y0 = half_tile(g_s, 0) + bias[:, None]
+    y1 = half_tile(g_s, 1) + bias[:, None]
+    dg0 = gl.where(spot[None, :] < length, dg0 * gate_slope(y0, rate, lower_bound), 0.0)
+    dg1 = gl.where(spot[None, :] < length - HALF, dg1 * gate_slope(y1, rate, lower_bound), 0.0)
+    gl.store(d_bias_parts + chunk * K + channels, gl.sum(dg0 + dg1, 1))
+    gl.store(d_rate_parts + chunk * K + channels, gl.sum(dg0 * y0 + dg1 * y1, 1))
+    return dg0, dg1
 
 
 @gluon.jit
@@ -144,31 +197,14 @@ def gradients_sm90_kernel(
         return
     start = gl.load(table + m * 3 + 1).to(gl.int64)
     length = gl.load(table + m * 3 + 2)
-    COPY_V: gl.constexpr = COPY128 if V == 128 else COPY64
     COPY_G: gl.constexpr = COPY64 if g.dtype.element_ty == gl.bfloat16 else COPY64F
-    TILE_G: gl.constexpr = TILE if g.dtype.element_ty == gl.bfloat16 else TILE32
-
-    do_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
-    dv_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
-    v_new_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, V], TILE)
-    S_s = gl.allocate_shared_memory(gl.bfloat16, [V, STRIP], TILE)
-    dS_s = gl.allocate_shared_memory(gl.bfloat16, [V, STRIP], TILE)
-    g_s = gl.allocate_shared_memory(g.dtype.element_ty, [CHUNK, STRIP], TILE_G)
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, STRIP], TILE)
     value = (start * num_heads + h) * V
     state = chunk * K * V + strip * STRIP
     head = (start * num_heads + h) * K + strip * STRIP
-    copy_tile(do_s, do + value, num_heads * V, length, COPY_V)
-    copy_tile(v_new_s, v_new + chunk * CHUNK * V, V, CHUNK, COPY_V)
-    copy_tile(dv_s, dv + value, num_heads * V, length, COPY_V)
-    copy_tile(S_s, states + state, K, V, COPY64)
-    copy_tile(dS_s, d_states + state, K, V, COPY64)
-    async_copy.commit_group()
-    copy_tile(g_s, g + head, num_heads * K, length, COPY_G)
-    copy_tile(k_s, k + head, num_heads * K, length, COPY64)
-    copy_tile(q_s, q + head, num_heads * K, length, COPY64)
-    async_copy.commit_group()
+    do_s, dv_s, v_new_s, S_s, dS_s = copy_values(
+        do, dv, v_new, states, d_states, chunk, value, state, num_heads, length, K, V
+    )
+    g_s, q_s, k_s = copy_heads(q, k, g, head, num_heads, length, K, COPY_G)
 
     column = gl.arange(0, CHUNK, layout=gl.SliceLayout(0, PAIR))[None, :]
     token = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, PAIR))
@@ -183,17 +219,7 @@ def gradients_sm90_kernel(
     async_copy.wait_group(1)
     fence_async_shared()
     barrier()
-    pair_zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout=PAIR)
-    v_new_t = v_new_s.permute((1, 0))
-    pq = warpgroup_mma(do_s, v_new_t, pair_zero, use_acc=False, is_async=True)
-    pk = warpgroup_mma(dv_s, v_new_t, pair_zero, use_acc=False, is_async=True)
-    pq, pk = warpgroup_mma_wait(0, deps=[pq, pk])
-    is_same = token[:, None] == column
-    is_below = token[:, None] > column
-    own = gl.sum(gl.where(is_same, pq, 0.0), 1)
-    write = gl.sum(gl.where(is_same, pk, 0.0), 1) * inverse_beta
-    below_q = gl.where(is_below, pq, 0.0).to(gl.bfloat16)
-    below_k = gl.where(is_below, -pk, 0.0).to(gl.bfloat16)
+    own, write, below_q, below_k = value_pairs(do_s, dv_s, v_new_s, inverse_beta, token, column)
     S_t = S_s.permute((1, 0))
     dS_t = dS_s.permute((1, 0))
     rq0 = times(S_t, do_s.slice(0, HALF, 0).permute((1, 0)))
@@ -203,11 +229,9 @@ def gradients_sm90_kernel(
     rk1 = times(S_t, dv_s.slice(HALF, HALF, 0).permute((1, 0)))
     wk1 = times(dS_t, v_new_s.slice(HALF, HALF, 0).permute((1, 0)))
     if strip == 0:
-        d = write * inverse_beta
-        if FROM_LOGITS:
-            d *= beta * (1.0 - beta)
-        out = dbeta + (start + token) * num_heads + h
-        gl.store(out, d.to(dbeta.dtype.element_ty), mask=token < length)
+        store_dbeta(
+            dbeta, write * inverse_beta, beta, start, token, length, h, num_heads, FROM_LOGITS
+        )
     rq0, rk0, wk0, rq1, rk1, wk1 = warpgroup_mma_wait(0, deps=[rq0, rk0, wk0, rq1, rk1, wk1])
     if NORMALIZE:
         barrier()
@@ -217,35 +241,18 @@ def gradients_sm90_kernel(
     rk0_s = gl.allocate_shared_memory(gl.float32, [STRIP, HALF], TILE32, rk0)
     wk0_s = gl.allocate_shared_memory(gl.float32, [STRIP, HALF], TILE32, wk0)
 
+    pair_zero = gl.zeros([CHUNK, CHUNK], gl.float32, layout=PAIR)
     through = warpgroup_mma(S_t, dS_s, pair_zero, use_acc=False, is_async=True)
     through = warpgroup_mma_wait(0, deps=[through])
-    through = gl.sum(gl.where(is_same, through, 0.0), 1)
-    pair_q = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE, below_q)
-    pair_k = gl.allocate_shared_memory(gl.bfloat16, [CHUNK, CHUNK], SQUARE, below_k)
-    barrier()
-    tiles = gl.allocate_shared_memory(gl.bfloat16, [6, HALF, HALF], SQUARE)
-    put_tile(tiles, NEAR_Q0, pair_q, 0, 0)
-    put_tile(tiles, NEAR_K0, pair_k, 0, 0)
-    put_tile(tiles, NEAR_Q1, pair_q, 1, 1)
-    put_tile(tiles, NEAR_K1, pair_k, 1, 1)
-    put_tile(tiles, FAR_Q, pair_q, 1, 0)
-    put_tile(tiles, FAR_K, pair_k, 1, 0)
-    i = gl.arange(0, HALF, layout=SQUARE_ROWS)[:, None]
-    r = gl.arange(0, HALF, layout=SQUARE_COLUMNS)[None, :]
-    up_to = ones_where(i <= r)
-    before = ones_where(i < r)
-    from_here = ones_where(i >= r)
-    own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
-    own_s.store(own)
-    through_s = gl.allocate_shared_memory(gl.float32, [STRIP], VECTOR)
-    through_s.store(through)
+    through = gl.sum(gl.where(token[:, None] == column, through, 0.0), 1)
+    tiles = put_tiles(below_q, below_k)
+    up_to, before, from_here = triangles()
+    own_s = put_vector(own, CHUNK)
+    through_s = put_vector(through, STRIP)
     if NORMALIZE:
-        read_q_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
-        read_q_s.store(read_q)
-        read_k_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
-        read_k_s.store(read_k)
-        write_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR)
-        write_s.store(write)
+        read_q_s = put_vector(read_q, CHUNK)
+        read_k_s = put_vector(read_k, CHUNK)
+        write_s = put_vector(write, CHUNK)
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -276,23 +283,13 @@ def gradients_sm90_kernel(
     wk1 *= gl.exp2(end1[:, None] - L1)
     reads1 = q1 * rq1 + k1 * rk1
     writes1 = k1 * wk1
-    lhs = left(lo_k)
-    t = times(lhs, place(tiles, FAR_Q).permute((1, 0)))
-    t = warpgroup_mma_wait(0, deps=[t])
-    rq1 += cross1 * t
-    reads1 += hi_q * t
-    t = times(lhs, place(tiles, FAR_K).permute((1, 0)))
-    t = warpgroup_mma_wait(0, deps=[t])
-    rk1 += cross1 * t + wk1
-    reads1 += hi_k * t
+    rq1, rk1, reads1 = add_far_reads(tiles, lo_k, hi_q, hi_k, cross1, wk1, rq1, rk1, reads1)
     own1 = own_s.slice(HALF, HALF, 0).load(TOKENS)[None, :]
     rq1, rk1, reads1 = add_near_pairs(L1, q1, k1, own1, tiles, NEAR_Q1, rq1, rk1, reads1)
     if NORMALIZE:
-        read_q1 = read_q_s.slice(HALF, HALF, 0).load(TOKENS)
-        read_k1 = 2.0 * write_s.slice(HALF, HALF, 0).load(TOKENS)
-        read_k1 -= read_k_s.slice(HALF, HALF, 0).load(TOKENS)
-        rq1 = gl.load(norm + HALF)[None, :] * (scale * rq1 - q1 * (read_q1 / scale)[None, :])
-        rk1 = gl.load(norm + CHUNK + HALF)[None, :] * (rk1 - k1 * read_k1[None, :])
+        rq1, rk1 = through_norms(
+            rq1, rk1, q1, k1, norm, scale, read_q_s, read_k_s, write_s, HALF
+        )  # fmt: skip
     store_half(q_s, 1, rq1)
     store_half(k_s, 1, rk1)
     through1 = gl.sum(reads1, 1)
@@ -301,11 +298,7 @@ def gradients_sm90_kernel(
     # first half
     q0 = normed_half(q_s, 0, norm, scale, NORMALIZE)
     k0 = normed_half(k_s, 0, norm + CHUNK, 1.0, NORMALIZE)
-    lhs_q = left(hi_q)
-    lhs_k = left(hi_k)
-    tw = times(lhs_q, place(tiles, FAR_Q))
-    tw = warpgroup_mma(lhs_k, place(tiles, FAR_K), tw, is_async=True)
-    tw = warpgroup_mma_wait(0, deps=[tw])
+    tw = far_writes(tiles, hi_q, hi_k)
     L0 = L0_s.load(ACC)
     decay = gl.exp2(L0 + first0[:, None])
     cross0 = gl.exp2(end0[:, None] - L0)
@@ -318,33 +311,19 @@ def gradients_sm90_kernel(
     own0 = own_s.slice(0, HALF, 0).load(TOKENS)[None, :]
     rq0, rk0, reads0 = add_near_pairs(L0, q0, k0, own0, tiles, NEAR_Q0, rq0, rk0, reads0)
     if NORMALIZE:
-        read_q0 = read_q_s.slice(0, HALF, 0).load(TOKENS)
-        read_k0 = 2.0 * write_s.slice(0, HALF, 0).load(TOKENS)
-        read_k0 -= read_k_s.slice(0, HALF, 0).load(TOKENS)
-        rq0 = gl.load(norm)[None, :] * (scale * rq0 - q0 * (read_q0 / scale)[None, :])
-        rk0 = gl.load(norm + CHUNK)[None, :] * (rk0 - k0 * read_k0[None, :])
+        rq0, rk0 = through_norms(rq0, rk0, q0, k0, norm, scale, read_q_s, read_k_s, write_s, 0)
     store_half(q_s, 0, rq0)
     store_half(k_s, 0, rk0)
     dg0 = crossing_sum(through + through1, reads0, writes0, from_here, before)
 
     if FROM_LOGITS:
-        y0 = half_tile(g_s, 0) + bias[:, None]
-        y1 = half_tile(g_s, 1) + bias[:, None]
-        dg0 = gl.where(spot[None, :] < length, dg0 * gate_slope(y0, rate, lower_bound), 0.0)
-        dg1 = gl.where(spot[None, :] < length - HALF, dg1 * gate_slope(y1, rate, lower_bound), 0.0)
-        gl.store(d_bias_parts + chunk * K + channels, gl.sum(dg0 + dg1, 1))
-        gl.store(d_rate_parts + chunk * K + channels, gl.sum(dg0 * y0 + dg1 * y1, 1))
+        dg0, dg1 = logit_gradients(
+            g_s, dg0, dg1, d_bias_parts, d_rate_parts, chunk, channels, length, spot, bias, rate,
+            lower_bound, K,
+        )  # fmt: skip
     store_half(g_s, 0, dg0)
     store_half(g_s, 1, dg1)
     barrier()
     store_tile(dq + head, q_s, num_heads * K, length, COPY64)
     store_tile(dk + head, k_s, num_heads * K, length, COPY64)
     store_tile(dg + head, g_s, num_heads * K, length, COPY_G)
-
-
-@gluon.jit
-def gate_slope(y, rate, lower_bound):
-    """Derivative of lower_bound * sigmoid(rate * y) by y."""
-    rest = gl.exp2(gl.minimum(-rate * LOG2E * y, 126.0))
-    p = inverse(1.0 + rest)
-    return lower_bound * rate * p * p * rest

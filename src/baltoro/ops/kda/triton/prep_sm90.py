@@ -99,6 +99,44 @@ def row_norm(sums, eps, NORMALIZE: gl.constexpr):
 
 
 @gluon.jit
+def load_beta(
+    beta, chunk_beta, row, start, length, chunk, h, num_heads, FROM_LOGITS: gl.constexpr
+):  # fmt: skip
+    """The write strengths of a chunk, 0 behind its end; stored for the other kernels."""
+    beta_C = gl.load(beta + (start + row) * num_heads + h, mask=row < length, other=0.0)
+    beta_C = beta_C.to(gl.float32)
+    if FROM_LOGITS:
+        beta_C = sigmoid(beta_C)
+    beta_C = gl.where(row < length, gl.maximum(beta_C, MIN_BETA), 0.0)
+    gl.store(chunk_beta + chunk * CHUNK + row, beta_C)
+    return beta_C
+
+
+@gluon.jit
+def row_factors(q_s, k_s, norms, chunk, scale, eps, STRIPS: gl.constexpr, NORMALIZE: gl.constexpr):
+    """What brings rows of q and k to their lengths, and their products <q, k>, in shared memory."""
+    sum_qq = gl.zeros([CHUNK], gl.float32, layout=gl.SliceLayout(1, COPY64))
+    sum_kk = sum_qq
+    sum_qk = sum_qq
+    for s in gl.static_range(STRIPS):
+        q_CK = q_s.index(s).load(COPY64).to(gl.float32)
+        k_CK = k_s.index(s).load(COPY64).to(gl.float32)
+        sum_qq += gl.sum(q_CK * q_CK, 1)
+        sum_kk += gl.sum(k_CK * k_CK, 1)
+        sum_qk += gl.sum(q_CK * k_CK, 1)
+    q_norm = row_norm(sum_qq, eps, NORMALIZE)
+    k_norm = row_norm(sum_kk, eps, NORMALIZE)
+    q_norm_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR, q_norm * scale)
+    k_norm_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR, k_norm)
+    own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR, sum_qk * q_norm * k_norm * scale)
+    if NORMALIZE:
+        place = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COPY64))
+        gl.store(norms + chunk * (2 * CHUNK) + place, q_norm)
+        gl.store(norms + chunk * (2 * CHUNK) + CHUNK + place, k_norm)
+    return q_norm_s, k_norm_s, own_s
+
+
+@gluon.jit
 def put_queries(aqk, pairs_s, own_s):
     """Store Aqk. Rows of `pairs_s`: 32 queries, 32 keys; columns: 64 of each half of the chunk."""
     i = gl.arange(0, HALF, layout=gl.SliceLayout(1, COPY128))[:, None]
@@ -156,36 +194,14 @@ def prep_sm90_kernel(
     up_to = ones_where(i <= gl.arange(0, HALF, layout=SQUARE_COLUMNS)[None, :])
 
     row = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, PAIR))
-    beta_C = gl.load(beta + (start + row) * num_heads + h, mask=row < length, other=0.0)
-    beta_C = beta_C.to(gl.float32)
-    if FROM_LOGITS:
-        beta_C = sigmoid(beta_C)
-    beta_C = gl.where(row < length, gl.maximum(beta_C, MIN_BETA), 0.0)
-    gl.store(chunk_beta + chunk * CHUNK + row, beta_C)
+    beta_C = load_beta(beta, chunk_beta, row, start, length, chunk, h, num_heads, FROM_LOGITS)
     rate = 1.0
     if FROM_LOGITS:
         rate = gl.exp(gl.load(a_log + h))
 
     async_copy.wait_group(0)
     barrier()
-    sum_qq = gl.zeros([CHUNK], gl.float32, layout=gl.SliceLayout(1, COPY64))
-    sum_kk = sum_qq
-    sum_qk = sum_qq
-    for s in gl.static_range(STRIPS):
-        q_CK = q_s.index(s).load(COPY64).to(gl.float32)
-        k_CK = k_s.index(s).load(COPY64).to(gl.float32)
-        sum_qq += gl.sum(q_CK * q_CK, 1)
-        sum_kk += gl.sum(k_CK * k_CK, 1)
-        sum_qk += gl.sum(q_CK * k_CK, 1)
-    q_norm = row_norm(sum_qq, eps, NORMALIZE)
-    k_norm = row_norm(sum_kk, eps, NORMALIZE)
-    q_norm_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR, q_norm * scale)
-    k_norm_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR, k_norm)
-    own_s = gl.allocate_shared_memory(gl.float32, [CHUNK], VECTOR, sum_qk * q_norm * k_norm * scale)
-    if NORMALIZE:
-        place = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COPY64))
-        gl.store(norms + chunk * (2 * CHUNK) + place, q_norm)
-        gl.store(norms + chunk * (2 * CHUNK) + CHUNK + place, k_norm)
+    q_norm_s, k_norm_s, own_s = row_factors(q_s, k_s, norms, chunk, scale, eps, STRIPS, NORMALIZE)
     fence_async_shared()
     barrier()
 
