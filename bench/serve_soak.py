@@ -127,13 +127,13 @@ def faults_of(
     """What must not be; `num_before` replies were counted before the load."""
     faults = list(tally.faults)
     faults += [f"{name} is {metrics[name]} at rest" for name in RUNNING if metrics[name]]
-    submitted = metrics["baltoro:submitted_sequences"]
-    ended = sum(labelled(metrics, "baltoro:ended_sequences").values())
+    submitted = metrics["baltoro:submitted_sequences_total"]
+    ended = sum(labelled(metrics, "baltoro:ended_sequences_total").values())
     if submitted != ended:
         faults.append(f"{submitted:.0f} sequences were taken in and {ended:.0f} ended")
-    if labelled(metrics, "baltoro:ended_sequences").get("error"):
+    if labelled(metrics, "baltoro:ended_sequences_total").get("error"):
         faults.append("sequences ended in an error")
-    counted = sum(labelled(metrics, "vllm:request_success").values()) - num_before
+    counted = sum(labelled(metrics, "vllm:request_success_total").values()) - num_before
     known = tally.choices_answered
     if not known <= counted <= known + tally.choices_left:
         faults.append(
@@ -178,7 +178,7 @@ def soak(checkpoint: Path, arguments: argparse.Namespace, log: Path) -> dict[str
     with served(checkpoint, *options, log=log) as server:
         first = canary(server, "before")
         metrics, before = at_rest(server, server.usage())
-        num_before = sum(labelled(metrics, "vllm:request_success").values())
+        num_before = sum(labelled(metrics, "vllm:request_success_total").values())
         seconds = 60.0 * arguments.minutes
         start = time.monotonic()
         tally, samples, halts = asyncio.run(
@@ -208,8 +208,8 @@ def soak(checkpoint: Path, arguments: argparse.Namespace, log: Path) -> dict[str
         "calls": dict(sorted(tally.by_kind.items())),
         "replies_got": tally.choices_answered,
         "replies_left": tally.choices_left,
-        "replies_counted": labelled(metrics, "vllm:request_success"),
-        "sequences_ended": labelled(metrics, "baltoro:ended_sequences"),
+        "replies_counted": labelled(metrics, "vllm:request_success_total"),
+        "sequences_ended": labelled(metrics, "baltoro:ended_sequences_total"),
         "halted_s": round(sum(end - start for start, end in halts), 1),
         "time_to_first_token": quantiles(tally.first, halts),
         "time_per_token": quantiles(tally.gaps, halts),

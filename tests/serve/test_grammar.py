@@ -458,7 +458,7 @@ def test_lost_replies_are_counted_by_what_is_wrong_with_them(
         assert post(client, **asked(tools=[function("f", NOTHING)])).status_code == 200
     assert server.metrics.num_empty == empty + 2
     assert server.metrics.problems["tools without a call"] == spoilt + 1
-    line = 'baltoro:malformed_replies{problem="tools without a call"}'
+    line = 'baltoro:malformed_replies_total{problem="tools without a call"}'
     assert line in client.get("/metrics").text
 
 

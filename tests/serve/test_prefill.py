@@ -91,8 +91,8 @@ def test_prompts_without_a_pack_are_counted_by_what_they_lack(
     served.generate([request(ids(60), 1)])
     assert served.runner.missed_steps == {"sequences": 1, "rows": 1}
     text = Metrics().text(served)
-    assert 'baltoro:unpacked_prefill_steps{reason="rows"} 1' in text
-    assert 'baltoro:unpacked_prefill_tokens{reason="sequences"} 15' in text
+    assert 'baltoro:unpacked_prefill_steps_total{reason="rows"} 1' in text
+    assert 'baltoro:unpacked_prefill_tokens_total{reason="sequences"} 15' in text
 
 
 def gaps_to_a_forward_pass(model: Model, served: Engine) -> list[float]:

@@ -397,12 +397,12 @@ def test_the_metrics_split_hits_by_representation(client: TestClient) -> None:
     text = client.get("/metrics").text
     for name in (
         "vllm:num_requests_running",
-        "vllm:prefix_cache_hits",
+        "vllm:prefix_cache_hits_total",
         "vllm:time_to_first_token_seconds_bucket",
-        "baltoro:mla_hit_tokens",
-        "baltoro:state_hit_tokens",
-        "baltoro:agreed_hit_tokens",
-        "baltoro:pages_without_state",
+        "baltoro:mla_hit_tokens_total",
+        "baltoro:state_hit_tokens_total",
+        "baltoro:agreed_hit_tokens_total",
+        "baltoro:pages_without_state_total",
         "baltoro:minimum_useful_prefix_tokens",
     ):
         assert f"\n{name}" in text
@@ -414,12 +414,27 @@ def counted(client: TestClient, name: str) -> float:
     return float(lines[0].rpartition(" ")[2]) if lines else 0.0
 
 
+def test_the_metrics_part_the_time_of_a_reply(nano: Model) -> None:
+    server = made(nano)
+    with TestClient(create_app(server)) as client:
+        post(client, n=2)
+        parts = ("queue", "prefill", "decode", "inference")
+        names = [f"vllm:request_{part}_time_seconds" for part in parts]
+        names.append("vllm:request_time_per_output_token_seconds")
+        assert [counted(client, f"{name}_count") for name in names] == [2.0] * 5
+        _, prefill, decode, inference, gap = (counted(client, f"{name}_sum") for name in names)
+        assert prefill > 0.0 and inference == pytest.approx(prefill + decode)
+        assert gap == pytest.approx(decode / 11)
+        whole = counted(client, "vllm:e2e_request_latency_seconds_sum")
+        assert counted(client, f"{names[0]}_sum") + inference <= whole + 1.0
+
+
 def test_the_metrics_count_every_token_gap_and_every_sequence(client: TestClient) -> None:
     names = (
         "vllm:inter_token_latency_seconds_count",
         "vllm:time_to_first_token_seconds_count",
-        "baltoro:submitted_sequences",
-        'baltoro:ended_sequences{reason="length"}',
+        "baltoro:submitted_sequences_total",
+        'baltoro:ended_sequences_total{reason="length"}',
     )
     before = [counted(client, name) for name in names]
     post(client, n=2)

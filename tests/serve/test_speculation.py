@@ -467,11 +467,11 @@ def test_acceptance_is_counted_by_position() -> None:
     text = Metrics().text(served)
     # ten steps of three tokens behind the first; the last has room for a draft of two
     for line in (
-        "vllm:spec_decode_num_drafts 10",
-        "vllm:spec_decode_num_draft_tokens 38",
-        "vllm:spec_decode_num_accepted_tokens 20",
-        'vllm:spec_decode_num_accepted_tokens_per_pos{position="0"} 10',
-        'vllm:spec_decode_num_accepted_tokens_per_pos{position="1"} 10',
+        "vllm:spec_decode_num_drafts_total 10",
+        "vllm:spec_decode_num_draft_tokens_total 38",
+        "vllm:spec_decode_num_accepted_tokens_total 20",
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 10',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 10',
     ):
         assert line in text.splitlines()
     assert 'position="2"' not in text

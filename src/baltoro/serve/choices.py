@@ -241,6 +241,9 @@ class Choices(ABC):
         delta, answer = reader.finish(event.finish_reason or "stop")
         seconds = time.monotonic() - self._began
         self._metrics.finish(answer, self._num_tokens[index], seconds, self.body.effort)
+        sequence = self._streams[index].sequence
+        assert sequence is not None
+        self._metrics.observe_times(sequence, time.monotonic())
         if event.finish_reason is None:
             self._background.cancel([self._streams[index]])
         return [*pieces, Piece(index, delta, None, answer)]

@@ -156,7 +156,8 @@ class Engine:
         """
         if self._fault is not None:
             raise WeightsNotWhole(self._fault)
-        self._check(request)
+        self.check_length(len(request.prompt_ids), request.max_new_tokens)
+        request.check(self.model.config)
         root = root_hash(self.weights_version, request.cache_salt)
         sequence = Sequence(request=request, root=root, arrival=self._clock())
         self.scheduler.submit(sequence)
@@ -182,6 +183,8 @@ class Engine:
             return []
         if self.config.decode == "resident":
             self._grow_ahead(plan)
+        for sequence in (work.sequence for work in plan.prefills):
+            sequence.began_at = start if sequence.began_at is None else sequence.began_at
         output = self.runner.run(plan, self.weights_version)
         taken = [_accepted(*pair) for pair in zip(plan.works, output.drawn, strict=True)]
         stops = [
@@ -344,29 +347,6 @@ class Engine:
         sequence.finish_reason = reason
         self.stats.finished[reason] += 1
         self.scheduler.remove(sequence)
-
-    def _check(self, request: Request) -> None:
-        config = self.model.config
-        ids = request.prompt_ids
-        self.check_length(len(ids), request.max_new_tokens)
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        if not 0 <= wrong < config.vocab_size:
-            raise ValueError(
-                f"prompt: token id {wrong} is outside the vocabulary of {config.vocab_size}"
-            )
-        features = request.image_features
-        if features is None:
-            return
-        if config.vision is None:
-            raise ValueError("image_features: this model takes only text")
-        num_pads = ids.count(config.vision.placeholder_token_id)
-        if features.shape != (num_pads, config.hidden_size):
-            raise ValueError(
-                f"image_features: {list(features.shape)} for {num_pads} placeholder tokens and "
-                f"hidden_size {config.hidden_size}; expected one row each"
-            )
-        if sum(span.stop - span.start for span in request.media) != num_pads:
-            raise ValueError("media: the spans must cover every placeholder, else replies mix up")
 
 
 def _accepted(work: Work, drawn: Series[NewToken | None]) -> list[NewToken | None]:

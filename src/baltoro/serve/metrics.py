@@ -1,4 +1,7 @@
-"""Counts in the text format of Prometheus, under vLLM's names where it has one."""
+"""Counts in the text format of Prometheus, under vLLM's names where it has one.
+
+Counters end in `_total` as vLLM's do, whose client library adds it.
+"""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict, deque
@@ -6,6 +9,7 @@ from collections.abc import Iterable
 
 from baltoro.serve.answer import Answer
 from baltoro.serve.engine import Engine
+from baltoro.serve.request import Sequence
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0, 1048576.0)
@@ -13,7 +17,12 @@ FEW, MANY = 16, 256  # replies that a mean length needs, and is taken over
 HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": SECONDS,
     "vllm:inter_token_latency_seconds": SECONDS,
+    "vllm:request_time_per_output_token_seconds": SECONDS,
     "vllm:e2e_request_latency_seconds": SECONDS,
+    "vllm:request_queue_time_seconds": SECONDS,
+    "vllm:request_prefill_time_seconds": SECONDS,
+    "vllm:request_decode_time_seconds": SECONDS,
+    "vllm:request_inference_time_seconds": SECONDS,
     "vllm:request_prompt_tokens": TOKENS,
     "vllm:request_generation_tokens": TOKENS,
 }
@@ -62,6 +71,22 @@ class Metrics:
         self.observe("vllm:request_generation_tokens", num_tokens)
         self.observe("vllm:e2e_request_latency_seconds", seconds)
 
+    def observe_times(self, sequence: Sequence, now: float) -> None:
+        """Add how long a sequence waited and was computed; `now`, by the engine's clock, it ended.
+
+        Of one that wrote nothing nothing is known.
+        """
+        began, first = sequence.began_at, sequence.first_token_at
+        if began is None or first is None:
+            return
+        self.observe("vllm:request_queue_time_seconds", began - sequence.arrival)
+        self.observe("vllm:request_prefill_time_seconds", first - began)
+        self.observe("vllm:request_decode_time_seconds", now - first)
+        self.observe("vllm:request_inference_time_seconds", now - began)
+        if len(sequence.new_tokens) > 1:
+            gap = (now - first) / (len(sequence.new_tokens) - 1)
+            self.observe("vllm:request_time_per_output_token_seconds", gap)
+
     def observe(self, name: str, value: float) -> None:
         """Add a value to a histogram of `HISTOGRAMS`."""
         histogram = self._histograms[name]
@@ -71,9 +96,10 @@ class Metrics:
     def text(self, engine: Engine) -> str:
         """Everything, one metric after the other."""
         lines: list[str] = []
-        for kind, values in (("gauge", _gauges(engine)), ("counter", self._counters(engine))):
-            for name, value in values.items():
-                lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
+        for name, value in _gauges(engine).items():
+            lines += [f"# TYPE {name} gauge", f"{name} {value}"]
+        for name, value in self._counters(engine).items():
+            lines += [f"# TYPE {name}_total counter", f"{name}_total {value}"]
         labelled = (
             ("vllm:request_success", "finished_reason", self.finished),
             ("vllm:admission_rejections", "reason", self.rejected),
@@ -89,8 +115,8 @@ class Metrics:
             ),
         )
         for name, label, counts in labelled:
-            lines.append(f"# TYPE {name} counter")
-            lines += [f'{name}{{{label}="{key}"}} {n}' for key, n in sorted(counts.items())]
+            lines.append(f"# TYPE {name}_total counter")
+            lines += [f'{name}_total{{{label}="{key}"}} {n}' for key, n in sorted(counts.items())]
         for name, histogram in self._histograms.items():
             lines += histogram.lines(name)
         return "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from baltoro.model.config import ModelConfig
 from baltoro.serve.pages import Table
 from baltoro.serve.prefix import MediaSpan, extend_chain
 from baltoro.serve.sampling import Penalties, Sampling
@@ -66,6 +67,27 @@ class Request:
         if self.num_logprobs < 0:
             raise ValueError(f"num_logprobs={self.num_logprobs}: must not be negative")
 
+    def check(self, config: ModelConfig) -> None:
+        """Raise `ValueError` for ids or pictures that a model cannot take."""
+        ids, features = self.prompt_ids, self.image_features
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        if not 0 <= wrong < config.vocab_size:
+            raise ValueError(
+                f"prompt: token id {wrong} is outside the vocabulary of {config.vocab_size}"
+            )
+        if features is None:
+            return
+        if config.vision is None:
+            raise ValueError("image_features: this model takes only text")
+        num_pads = ids.count(config.vision.placeholder_token_id)
+        if features.shape != (num_pads, config.hidden_size):
+            raise ValueError(
+                f"image_features: {list(features.shape)} for {num_pads} placeholder tokens and "
+                f"hidden_size {config.hidden_size}; expected one row each"
+            )
+        if sum(span.stop - span.start for span in self.media) != num_pads:
+            raise ValueError("media: the spans must cover every placeholder, else replies mix up")
+
     @property
     def budget(self) -> int:
         """Tokens that it will probably take."""
@@ -99,7 +121,8 @@ class Sequence:
     num_cached: int = 0  # tokens that the first admission took from the cache
     num_preemptions: int = 0
     num_skips: int = 0  # sequences that were let in past it
-    first_token_at: float | None = None  # seconds, of the engine's clock
+    began_at: float | None = None  # when it was first computed, of the same clock
+    first_token_at: float | None = None  # of the same clock
     finish_reason: FinishReason | None = None
     constraint: Constraint | None = None  # of the request's grammar
 
