@@ -178,7 +178,12 @@ class Client:
                 message = messages.setdefault(index, {"content": "", "tool_calls": []})
                 delta = choice.get("delta", {"content": choice.get("text")})
                 message["content"] += delta.get("content") or ""
-                message["tool_calls"] += delta.get("tool_calls") or []
+                for part in delta.get("tool_calls") or ():
+                    if "id" in part:
+                        message["tool_calls"].append(part)
+                    else:
+                        called = message["tool_calls"][part["index"]]["function"]
+                        called["arguments"] += part["function"]["arguments"]
                 if choice["finish_reason"]:
                     reasons[index] = choice["finish_reason"]
                 if choice.get("logprobs") and not call.body.get("priority"):  # type: ignore[union-attr]
