@@ -106,7 +106,7 @@ def test_the_stand_in_writes_drafts_without_problems(graph, corpus):
 
 def test_the_stand_in_gives_up_where_there_is_nothing_to_leave_out(graph):
     plain = Corpus([("a.md", "nothing in here has a name or any number at all.")])
-    node = Node(id=1, name="n", summary="", depth=0, is_open=False, is_atomic=True, attempts=0)
+    node = Node(id=1, name="n", summary="", depth=0, is_atomic=True, attempts=0)
     sample = Sample(strategy="leaf", nodes=(node,), context=())
     documents = list(plain.documents.values())
     assert asyncio.run(GapWriter().draft(sample, documents, plain, 0)) is None

@@ -119,7 +119,7 @@ def test_headings_become_a_graph_and_namesakes_meet(graph, corpus):
     (shared,) = (node for node in graph.nodes() if node.name == "Baltoro streams")
     assert {graph.node(each).name for each in graph.parents(shared.id)} == {"Rivers", "Glaciers"}
     assert len(graph.documents(shared.id)) == 2
-    assert all(not node.is_open for node in graph.nodes())
+    assert graph.frontier() is None
 
 
 def test_growth_that_died_goes_on_and_ends_the_same(tmp_path, corpus):
@@ -213,7 +213,7 @@ def test_a_policy_that_never_gives_json_stops_the_growth(graph, corpus):
 
 
 def test_weights_prefer_the_deep_and_atomic_and_avoid_the_worn():
-    node = Node(id=1, name="", summary="", depth=2, is_open=False, is_atomic=False, attempts=0)
+    node = Node(id=1, name="", summary="", depth=2, is_atomic=False, attempts=0)
     assert weight(node) == pytest.approx(math.e)
     assert weight(replace(node, is_atomic=True)) == pytest.approx(4 * math.e)
     assert weight(replace(node, attempts=3)) == pytest.approx(math.e / 4)

@@ -20,7 +20,6 @@ def test_targets_follow_their_tokens_and_never_cross_a_boundary():
     assert batch.targets.tolist() == [2, 3, 5]
     assert batch.cu_seqlens.tolist() == [0, 2, 3]
     assert batch.weights.tolist() == [1, 1, 1]
-    assert batch.num_tokens == 3
 
 
 def test_types_are_those_that_the_model_takes():

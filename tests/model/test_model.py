@@ -245,15 +245,3 @@ def test_cast_leaves_the_release_s_fp32_tensors() -> None:
     }
     hidden = model(tokens(40), bounds(40)).hidden
     assert hidden.dtype == torch.bfloat16 and torch.isfinite(hidden).all()
-
-
-def test_the_cache_grows_and_repeats_without_sharing_memory() -> None:
-    model = build(tiny_k3())
-    cache = DenseCache(model.config, 1, dtype=torch.float64, capacity=2)
-    ids_T = tokens(12)
-    model(ids_T[:11], bounds(11), cache)
-    copies = cache.repeat(2)
-    copies.form = cache.form = "decode"
-    both = model(ids_T[[11, 11]], bounds(1, 1), copies).hidden
-    alone = model(ids_T[11:], bounds(1), cache).hidden
-    torch.testing.assert_close(both, alone.expand(2, -1))

@@ -10,7 +10,6 @@ import pytest
 from baltoro.sandbox.protocol import LimitError
 from baltoro.sandbox.tree import (
     OPAQUE,
-    is_whiteout,
     merge_layers,
     open_inside,
     remove_tree,
@@ -52,11 +51,10 @@ def test_a_sealed_copy_keeps_modes_times_and_links(tmp_path):
     (source / "deep/file").chmod(0o640)
     os.utime(source / "deep/file", ns=(1, 2))
     (source / "link").symlink_to("deep/file")
-    sealed = seal_tree(source, tmp_path / "copy")
+    seal_tree(source, tmp_path / "copy")
     copy = (tmp_path / "copy/deep/file").stat()
     assert (stat.S_IMODE(copy.st_mode), copy.st_mtime_ns) == (0o640, 2)
     assert os.readlink(tmp_path / "copy/link") == "deep/file"
-    assert sealed.copied_bytes == 4
 
 
 @pytest.mark.parametrize(("name", "depth"), [("a", 1200), ("b" * 250, 20)])
@@ -90,8 +88,7 @@ def test_only_what_changed_is_copied_again(tmp_path):
     (source / "changes").write_text("other")
     # A program can set the time of modification back; it cannot set the time of change.
     os.utime(source / "changes", ns=(before.st_atime_ns, before.st_mtime_ns))
-    second = seal_tree(source, tmp_path / "two", first)
-    assert second.copied_bytes == 5
+    seal_tree(source, tmp_path / "two", first)
     assert (tmp_path / "two/changes").read_text() == "other"
     assert (tmp_path / "one/changes").read_text() == "first"
     assert (tmp_path / "two/same").stat().st_ino == (tmp_path / "one/same").stat().st_ino
@@ -103,9 +100,8 @@ def test_an_evicted_earlier_copy_is_copied_anew(tmp_path):
     (source / "file").write_text("text")
     first = seal_tree(source, tmp_path / "one")
     (tmp_path / "one/file").unlink()
-    second = seal_tree(source, tmp_path / "two", first)
+    seal_tree(source, tmp_path / "two", first)
     assert (tmp_path / "two/file").read_text() == "text"
-    assert second.copied_bytes == 4
 
 
 @needs_root
@@ -122,7 +118,9 @@ def test_merging_shows_what_the_stack_shows(tmp_path):
     os.mknod(high / "deleted", stat.S_IFCHR, os.makedev(0, 0))
     merge_layers([low, high], tmp_path / "merged")
     merged = tmp_path / "merged"
-    assert is_whiteout(os.lstat(merged / "deleted"))  # it may still hide a file of the image
+    assert stat.S_ISCHR(
+        os.lstat(merged / "deleted").st_mode
+    )  # it may still hide a file of the image
     texts = {str(p.relative_to(merged)): p.read_text() for p in merged.rglob("*") if p.is_file()}
     assert texts == {
         "kept": "low",

@@ -42,7 +42,7 @@ def test_special_tokens_stand_at_the_end_in_the_order_of_the_release():
 
 def test_a_trained_vocabulary_has_the_size_that_was_asked_for(small_bpe):
     assert small_bpe.vocab_size == 320
-    assert small_bpe.special_ids["[BOS]"] == 304 and small_bpe.pad_id == 319
+    assert small_bpe.special_ids["[BOS]"] == 304 and small_bpe.special_ids["[PAD]"] == 319
     assert small_bpe.stop_ids == (306, 305) and small_bpe.eos_id == 305
     large = train(TEXTS, vocab_size=540)
     assert large.vocab_size == 540 and large.special_ids["<|open|>"] == 284 + 3

@@ -105,11 +105,6 @@ class Toolbox:
                 raise ValueError(f"tools: two are named {tool.name!r}; rename one")
             self._tools[tool.name] = tool
 
-    @property
-    def names(self) -> list[str]:
-        """In the order of their declaration."""
-        return list(self._tools)
-
     def declarations(self) -> tuple[dict[str, Any], ...]:
         """All of them, as a chat request declares them."""
         return tuple(tool.declaration() for tool in self._tools.values())

@@ -135,16 +135,6 @@ class Loader:
             )
         self.step = state["step"]
 
-    def epochs(self, step: int) -> dict[str, float]:
-        """How often each domain has been read when `step` begins."""
-        return {
-            name: int(offset) / stream.epoch_size
-            for name, offset, stream in zip(
-                self._dataset.domains, self._offsets(step), self._streams, strict=True
-            )
-            if stream.epoch_size
-        }
-
     def _digest(self) -> str:
         return digest(self.config) + digest(self._dataset.manifest) + self._dataset.split
 

@@ -27,11 +27,6 @@ class PackedBatch:
     pixel_values: Tensor | None = None  # float32 [I, 3, 14, 14]; None without pictures
     grid_thws: Tensor | None = None  # int64 [number of pictures, 3]
 
-    @property
-    def num_tokens(self) -> int:
-        """`T`."""
-        return len(self.tokens)
-
     def to(self, device: torch.device | str) -> "PackedBatch":
         """The batch on a device; the copy is asynchronous where memory is pinned."""
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 Report = Callable[[str], None]
+SECONDS_BETWEEN = 5.0
 
 
 class Progress:
@@ -15,14 +16,12 @@ class Progress:
         phase: str,
         total: float,
         *,
-        seconds_between: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._report = report
         self._phase = phase
         self._total = max(total, 1)
         self._done = 0.0
-        self._seconds_between = seconds_between
         self._clock = clock
         self._start = self._last = clock()
 
@@ -30,7 +29,7 @@ class Progress:
         """Count work that was done."""
         self._done += amount
         now = self._clock()
-        if now - self._last < self._seconds_between or not self._done:
+        if now - self._last < SECONDS_BETWEEN or not self._done:
             return
         self._last = now
         share = min(1.0, self._done / self._total)

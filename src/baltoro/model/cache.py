@@ -203,21 +203,6 @@ class DenseCache:
     def is_empty(self, layer_idx: int) -> Tensor:
         return torch.tensor([length == 0 for length in self._kv_lens[layer_idx]])
 
-    def repeat(self, count: int) -> "DenseCache":
-        """A cache whose every sequence stands `count` times in a row, sharing no memory."""
-        copy = object.__new__(DenseCache)
-        copy.form = self.form
-        copy.num_sequences = self.num_sequences * count
-        copy._kv = {i: kv.repeat_interleave(count, 0) for i, kv in self._kv.items()}
-        copy._kv_lens = {
-            i: [length for length in lens for _ in range(count)]
-            for i, lens in self._kv_lens.items()
-        }
-        copy._slots = torch.arange(1, copy.num_sequences + 1, device=self._slots.device)
-        own = torch.cat([self._slots.new_zeros(1), self._slots.repeat_interleave(count)])
-        copy._kda = {i: StatePool(*(x[own] for x in pool)) for i, pool in self._kda.items()}
-        return copy
-
     def _reserve(self, layer_idx: int, length: int) -> None:
         buffer = self._kv[layer_idx]
         if length <= buffer.shape[1]:

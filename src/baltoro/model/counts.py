@@ -14,6 +14,7 @@ from torch import Tensor
 from baltoro.model.config import ModelConfig
 from baltoro.model.model import Model
 
+CHUNK_SIZE = 64  # of `ops.kda.chunk_kda`
 PARTS = (
     ("embed_tokens", "embedding"),
     ("lm_head", "head"),
@@ -68,7 +69,7 @@ def parameter_counts(config: ModelConfig) -> ParameterCounts:
     return ParameterCounts(parts=dict(parts), total=sum(parts.values()), active=active)
 
 
-def flop_counts(config: ModelConfig, seq_len: int, *, chunk_size: int = 64) -> FlopCounts:
+def flop_counts(config: ModelConfig, seq_len: int) -> FlopCounts:
     """Forward FLOPs per token at sequence length `seq_len` (backward costs twice as much).
 
     KDA per head and token: 6 d^2 + 3 C d + C^2 (`k3-recipe` 2.2).
@@ -86,7 +87,7 @@ def flop_counts(config: ModelConfig, seq_len: int, *, chunk_size: int = 64) -> F
     mla, kda = config.mla, config.kda
     mean_len = (seq_len + 1) / 2
     per_mla = 2 * mla.num_heads * (mla.qk_head_dim + mla.v_head_dim) * mean_len
-    dim, chunk = kda.head_dim, min(chunk_size, seq_len)
+    dim, chunk = kda.head_dim, min(CHUNK_SIZE, seq_len)
     per_kda = kda.num_heads * (6 * dim * dim + 3 * chunk * dim + chunk * chunk)
     return FlopCounts(
         matmul=matmul,

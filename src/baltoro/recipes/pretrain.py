@@ -163,7 +163,7 @@ def check_memory(config: PretrainConfig, device: torch.device, size: str, consol
     console.print(forecast.describe())
     if forecast.total <= forecast.available:
         return
-    advice = _smaller_size(config, device, size)
+    advice = _smaller_size(device, size)
     if forecast.state > forecast.available:
         raise ValueError(f"{forecast.describe()}: {size} will not fit; {advice}")
     console.print(
@@ -172,7 +172,7 @@ def check_memory(config: PretrainConfig, device: torch.device, size: str, consol
     )
 
 
-def _smaller_size(config: PretrainConfig, device: torch.device, size: str) -> str:
+def _smaller_size(device: torch.device, size: str) -> str:
     sizes = list(ladder.LADDER)
     for smaller in reversed(sizes[: sizes.index(size)]):
         forecast = memory_forecast(pretrain_config(smaller, is_gpu=device.type == "cuda"), device)

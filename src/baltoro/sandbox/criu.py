@@ -140,14 +140,13 @@ class Criu:
     needs_root = True
     is_bound_to_host = True
 
-    def __init__(self, prefix: Path, *, is_lazy: bool = True):
+    def __init__(self, prefix: Path):
         if os.geteuid() != 0:
             raise DriverUnavailableError("criu: needs root; use gvisor or qemu as an ordinary user")
         self._prefix = prefix
         self._criu = find_tool(prefix, "criu")
         self._agent = find_tool(prefix, "agent")[0]
         self._cell = find_tool(prefix, "cell")[0]
-        self._is_lazy = is_lazy
         self._version: str | None = None
         self._kdat: Path | None = None
 
@@ -189,15 +188,14 @@ class Criu:
         (home / "criu").mkdir()
         group = Cgroup(sandbox_id)
         group.open(manifest.limits, has_inner=True)
-        lazy = await self._start_lazy(group, memory, home / "criu") if self._is_lazy else None
+        lazy = await self._start_lazy(group, memory, home / "criu")
         try:
             pid = await self._make_cell(group, home, lowers, last_pid)
             await self._restore(group, pid, home, memory, lazy)
         except (SandboxError, OSError):
-            if lazy is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    lazy.kill()
-                await lazy.wait()
+            with contextlib.suppress(ProcessLookupError):
+                lazy.kill()
+            await lazy.wait()
             raise
         channel = await connect(pid, int(manifest.notes["next_id"]))
         machine = CriuMachine(self, sandbox_id, home, manifest.limits, pid, channel, layers)
@@ -223,13 +221,11 @@ class Criu:
         pid: int,
         home: Path,
         memory: Path,
-        lazy: asyncio.subprocess.Process | None,
+        lazy: asyncio.subprocess.Process,
     ) -> None:
         words = ["restore", "--restore-detached", "--tcp-established", "--file-locks"]
-        words += ["--manage-cgroups=ignore", "--verbosity=1"]
-        if lazy is not None:
-            words.append("--lazy-pages")
-            await _await_lazy(lazy, home / "criu")
+        words += ["--manage-cgroups=ignore", "--verbosity=1", "--lazy-pages"]
+        await _await_lazy(lazy, home / "criu")
         await self._enter(pid, words, memory, home / "criu", group=group)
 
     async def _start_lazy(

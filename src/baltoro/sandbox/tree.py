@@ -13,7 +13,7 @@ import shutil
 import stat
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -80,7 +80,6 @@ class Sealed:
 
     root: Path  # the copy; never written again
     seen: dict[str, tuple[int, int, int]]  # of each source file: inode, change time, size
-    copied_bytes: int  # not shared with the previous copy
 
 
 def seal_tree(source: Path, target: Path, previous: Sealed | None = None) -> Sealed:
@@ -90,16 +89,16 @@ def seal_tree(source: Path, target: Path, previous: Sealed | None = None) -> Sea
     that copy. Unchanged means: same inode, size and change time, which programs inside cannot
     set. Raises `LimitError` if its folders lie too deep in each other.
     """
-    sealed = Sealed(root=target, seen={}, copied_bytes=0)
+    sealed = Sealed(root=target, seen={})
     try:
-        copied = _seal_folder(source, target, "", previous, sealed.seen)
+        _seal_folder(source, target, "", previous, sealed.seen)
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise LimitError(
             f"{source}: {error.strerror}; remove folders that lie in others"
         ) from error
-    return replace(sealed, copied_bytes=copied)
+    return sealed
 
 
 def merge_layers(layers: list[Path], target: Path) -> None:
@@ -107,11 +106,6 @@ def merge_layers(layers: list[Path], target: Path) -> None:
     target.mkdir(parents=True)
     for layer in layers:
         _merge_folder(layer, target)
-
-
-def is_whiteout(st: os.stat_result) -> bool:
-    """Whether an overlay entry says `deleted`."""
-    return stat.S_ISCHR(st.st_mode) and st.st_rdev == 0
 
 
 def tree_bytes(root: Path) -> int:
@@ -249,26 +243,23 @@ def _seal_folder(
     place: str,
     previous: Sealed | None,
     seen: dict[str, tuple[int, int, int]],
-) -> int:
+) -> None:
     if place.count("/") > MAX_DEPTH:
         raise LimitError(f"more than {MAX_DEPTH} folders lie in each other: ...{place[-40:]}")
-    copied = 0
     target.mkdir(parents=True)
     for name in os.listdir(source):
         inner = f"{place}/{name}"
         st = os.lstat(source / name)
         if stat.S_ISDIR(st.st_mode):
-            copied += _seal_folder(source / name, target / name, inner, previous, seen)
+            _seal_folder(source / name, target / name, inner, previous, seen)
             continue
         if stat.S_ISREG(st.st_mode):
             seen[inner] = (st.st_ino, st.st_ctime_ns, st.st_size)
             is_unchanged = previous is not None and previous.seen.get(inner) == seen[inner]
             if is_unchanged and _link_previous(previous, inner, target / name):
                 continue
-            copied += st.st_size
         _copy_entry(source / name, target / name, st)
     _copy_metadata(source, target, os.lstat(source))
-    return copied
 
 
 def _link_previous(previous: Sealed | None, inner: str, target: Path) -> bool:

@@ -5,7 +5,6 @@ still open, an established TCP connection over loopback, and any number of megab
 memory. It answers one line of Python with one line: `World.ask`.
 """
 
-import hashlib
 from dataclasses import dataclass
 
 from baltoro.sandbox.protocol import Command, Process, Sandbox, SandboxError
@@ -61,7 +60,6 @@ for line in sys.stdin:
         exec(line, names)
         print("None", flush=True)
 """
-PROGRAM_DIGEST = hashlib.sha256(PROGRAM.encode()).hexdigest()
 
 
 @dataclass

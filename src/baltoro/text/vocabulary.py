@@ -56,10 +56,6 @@ class Tokenizer(ABC):
         return self.special_ids["[EOS]"]
 
     @property
-    def pad_id(self) -> int:
-        return self.special_ids["[PAD]"]
-
-    @property
     def media_pad_id(self) -> int:
         """The token whose places image features take."""
         return self.special_ids[MEDIA_PAD]

@@ -36,7 +36,6 @@ class Node:
     name: str
     summary: str
     depth: int  # of the shortest way from a seed
-    is_open: bool  # not expanded yet
     is_atomic: bool  # expanded, and there is nothing finer
     attempts: int  # how often it was sampled
 
@@ -72,10 +71,10 @@ class Graph:
         """Close the file."""
         self._db.close()
 
-    def add_seed(self, name: str, summary: str = "") -> int:
+    def add_seed(self, name: str) -> int:
         """A coarse concept to begin with; the node's id. Twice is fine."""
         with self._db:
-            return self._add_node(name, summary, 0)
+            return self._add_node(name, "", 0)
 
     def frontier(self) -> Node | None:
         """The open node nearest to the seeds, the oldest of equals; None if all are expanded."""
@@ -109,7 +108,7 @@ class Graph:
             self._db.execute("UPDATE nodes SET state = ? WHERE id = ?", (state, node_id))
             return added
 
-    def similar(self, name: str, max_results: int = NUM_SIMILAR) -> list[Node]:
+    def similar(self, name: str) -> list[Node]:
         """Nodes that share words with a name, best first: candidates for meaning the same."""
         words = WORD.findall(name)
         if not words:
@@ -117,7 +116,7 @@ class Graph:
         query = " OR ".join(f'"{word}"' for word in words)
         rows = self._db.execute(
             "SELECT rowid FROM words WHERE words MATCH ? ORDER BY rank, rowid LIMIT ?",
-            (query, max_results),
+            (query, NUM_SIMILAR),
         )
         return [self.node(row[0]) for row in rows.fetchall()]
 
@@ -133,7 +132,6 @@ class Graph:
             name=row[1],
             summary=row[2],
             depth=row[3],
-            is_open=row[4] == "open",
             is_atomic=row[4] == "atomic",
             attempts=row[5],
         )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import TypeAdapter
 
@@ -73,15 +73,6 @@ class Draft:
         """Twelve hex digits of its question and answer."""
         text = json.dumps([self.question, self.answer, self.corpus])
         return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-class Writer(Protocol):
-    """Makes drafts."""
-
-    async def draft(
-        self, sample: Sample, documents: Sequence[Document], corpus: Corpus, seed: int
-    ) -> Draft | None:
-        """A draft about the sample; None if the documents do not lend themselves to one."""
 
 
 def problems(draft: Draft, corpus: Corpus) -> list[str]:

@@ -210,7 +210,7 @@ def masked(s, tokens, seen):
 
 
 @gluon.jit
-def rows_of(cu_seqlens, n, num_heads, IS_ONE: gl.constexpr):
+def rows_of(cu_seqlens, n, IS_ONE: gl.constexpr):
     """First token of sequence n and how many it has."""
     if IS_ONE:
         first = n.to(gl.int64)
@@ -310,7 +310,7 @@ def walk_sm90_kernel(
         )  # fmt: skip
     while begin < high:
         table = page_table + n.to(gl.int64) * table_stride
-        first, num_tokens = rows_of(cu_seqlens, n, num_heads, IS_ONE)
+        first, num_tokens = rows_of(cu_seqlens, n, IS_ONE)
         num_rows = num_tokens * num_heads
         q_place = (first * num_heads).to(gl.int32) + first_row
         copy_query(q_s, q_tail_s, queries, q_place, q_bar, PARTS, HAS_TAIL)
@@ -379,7 +379,7 @@ def walk_sm90_kernel(
         if begin < high:
             length = gl.load(lengths + n)
             if not IS_ONE:
-                _, next_tokens = rows_of(cu_seqlens, n, num_heads, IS_ONE)
+                _, next_tokens = rows_of(cu_seqlens, n, IS_ONE)
                 length = gl.where(first_row < next_tokens * num_heads, length, 0)
             stop = gl.minimum(length, (high - begin) * BN)
             copy_ahead(

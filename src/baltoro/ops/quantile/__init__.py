@@ -71,13 +71,6 @@ def histogram_bias(
         return function(histogram, num_tokens, bias, num_experts_per_token)
 
 
-def token_cutoffs(scores: Tensor, bias: Tensor, *, num_experts_per_token: int) -> Tensor:
-    """alpha `[T]`: the largest score `[T, E]` plus bias `[E]` that was not chosen."""
-    _check(scores, bias, num_experts_per_token, None)
-    with torch.no_grad():
-        return dense.token_cutoffs(scores + bias, num_experts_per_token)
-
-
 def expert_loads(
     scores: Tensor, bias: Tensor, *, num_experts_per_token: int, mask: Tensor | None = None
 ) -> Tensor:
@@ -87,17 +80,15 @@ def expert_loads(
         return dense.expert_loads(scores + bias, num_experts_per_token, mask)
 
 
-def exact_bias(
-    scores: Tensor, bias: Tensor, *, num_experts_per_token: int, mask: Tensor | None = None
-) -> Tensor:
+def exact_bias(scores: Tensor, bias: Tensor, *, num_experts_per_token: int) -> Tensor:
     """The next bias `[E]` from all margins of a step at once, by sorting; for tests.
 
     `scores` `[T, E]` were routed under `bias` `[E]`. It is minus the (q+1)-th largest of s - alpha
     for q = floor(m k / n), less the mean; without tokens `bias` itself. Dtype of `bias`.
     """
-    _check(scores, bias, num_experts_per_token, mask)
+    _check(scores, bias, num_experts_per_token, None)
     with torch.no_grad():
-        return reference.exact_bias(scores, bias, num_experts_per_token, mask)
+        return reference.exact_bias(scores, bias, num_experts_per_token)
 
 
 def _check(scores: Tensor, bias: Tensor, top_k: int, mask: Tensor | None) -> None:

@@ -60,14 +60,14 @@ def histogram_bias(histogram_EB: Tensor, num_tokens: Tensor, bias_E: Tensor, top
     return torch.tensor([b - mean for b in new], dtype=torch.float64).to(bias_E)
 
 
-def exact_bias(scores_TE: Tensor, bias_E: Tensor, top_k: int, mask_T: Tensor | None) -> Tensor:
+def exact_bias(scores_TE: Tensor, bias_E: Tensor, top_k: int) -> Tensor:
     """The (q+1)-th smallest margin of each expert, less the mean."""
-    kept_TE = scores_TE.double() if mask_T is None else scores_TE[mask_T].double()
-    num_tokens, num_experts = kept_TE.shape
+    scores_TE = scores_TE.double()
+    num_tokens, num_experts = scores_TE.shape
     if num_tokens == 0:
         return bias_E.clone()
-    biased_TE = kept_TE + bias_E.double()
+    biased_TE = scores_TE + bias_E.double()
     cutoff_T = biased_TE.sort(dim=1, descending=True).values[:, top_k]
-    margins_TE = (cutoff_T[:, None] - kept_TE).sort(dim=0).values
+    margins_TE = (cutoff_T[:, None] - scores_TE).sort(dim=0).values
     new_E = margins_TE[num_tokens * top_k // num_experts]
     return (new_E - new_E.mean()).to(bias_E.dtype)
