@@ -67,6 +67,34 @@ def test_a_call_is_sent_as_it_is_written(tokenizer: Tokenizer) -> None:
     assert json.loads(call.arguments) == {"path": 'Größe\n"' * 20}
 
 
+OPEN_TOOLS, RESPONSE = "<|open|>tools<|sep|>", "<|open|>response<|sep|>"
+CLOSED = "<|close|>response<|sep|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "num_calls"),
+    [
+        (f"plan<|close|>think{RESPONSE}Here.{CLOSED}{END}", "plan", "Here.", 0),  # X01
+        (f"plan{CALL}{END}", "plan", "", 1),  # X02, vllm#53246
+        (f"plan{RESPONSE}Here.{CLOSED}{CALL}{END}", "plan", "Here.", 1),
+        (f"4.{CLOSED}<|close|>message<|sep|>", "", "4.", 0),  # X03
+        ("Hello<|close|>message<|sep|>", "", "Hello", 0),  # X04
+        (f"{CALL}<|close|>message<|sep|>", "", "", 1),  # X06
+        (f"{OPEN_TOOLS}please wait\u200b<|close|>tools<|sep|>{END}", "", "", 0),  # X07
+        (f"<|close|>think<|sep|>{RESPONSE}{CALL}{CALL}{END}", "", "", 2),
+    ],
+)
+def test_departures_from_the_format_are_streamed_as_they_are_answered(
+    tokenizer: Tokenizer, text: str, reasoning: str, content: str, num_calls: int
+) -> None:
+    deltas, answer = read(tokenizer, text)
+    assert (answer.reasoning, answer.content) == (reasoning, content)
+    assert join(deltas)[:2] == (reasoning, content) and join_calls(deltas) == answer.tool_calls
+    assert len(answer.tool_calls) == answer.num_whole_calls == num_calls
+    for call in answer.tool_calls:
+        assert json.loads(call.arguments) == {"path": "a.txt"}
+
+
 def test_a_call_that_is_cut_off_is_an_answer_as_far_as_it_came(tokenizer: Tokenizer) -> None:
     _, answer = read(tokenizer, WELL_FORMED[: WELL_FORMED.index(".txt")])
     assert [(c.name, c.arguments) for c in answer.tool_calls] == [("read", '{"path": "a')]

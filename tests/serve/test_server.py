@@ -64,6 +64,8 @@ def scripted(server: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_stream_adds_up_to_the_whole_answer(client: TestClient) -> None:
     whole = post(client, n=3).json()
     chunks = streamed(client, n=3)
+    said = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert all(choice["delta"] or choice["finish_reason"] for choice in said)  # vllm#54701
     for choice in whole["choices"]:
         got, message = joined(chunks, choice["index"]), choice["message"]
         assert got["content"] == (message["content"] or "")
