@@ -145,9 +145,10 @@ def newton_schulz(x_BRC: Tensor, steps: int, compute_dtype: torch.dtype, is_norm
     if y_BRC.shape[1] > MAX_ROWS:
         y_BRC = y_BRC if is_normed else normed(y_BRC, torch.float32)
         R, C = y_BRC.shape[1:]
-        # with zeros behind every row: tiles are copied ahead from addresses of 16 bytes only
-        padded_BRC = pad(y_BRC.to(torch.bfloat16), (0, -C % 8, 0, -R % 8))
-        y_BRC = newton_schulz_loop(padded_BRC, steps)[:, :R, :C].to(x_BRC.dtype).contiguous()
+        y_BRC = y_BRC.to(torch.bfloat16)
+        if R % 8 or C % 8:  # tiles are copied ahead from addresses of 16 bytes only
+            y_BRC = pad(y_BRC, (0, -C % 8, 0, -R % 8))
+        y_BRC = newton_schulz_loop(y_BRC, steps)[:, :R, :C].to(x_BRC.dtype).contiguous()
         return y_BRC if y_BRC.shape == x_BRC.shape else y_BRC.mT.contiguous()
     for first in range(0, steps, MAX_GRAM_STEPS):
         # not rounded in the kernel: with operands in registers ptxas of CUDA 12.8 loses addresses
