@@ -304,7 +304,7 @@ def test_a_create_that_was_given_up_is_found_by_its_key_and_one_that_failed_leav
             given_up = asyncio.ensure_future(driver.create(image, Limits(), Net(), key="other"))
             await asyncio.sleep(0)
             given_up.cancel()
-            await asyncio.wait(list(driver._keys.values()))
+            await driver._keys.settle()
         again = await driver.create(image, Limits(), Net(), key="other")
         assert await again.read("hello.txt") == b"from the image"
 

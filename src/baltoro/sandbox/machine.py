@@ -17,6 +17,7 @@ from typing import Protocol
 from baltoro.sandbox.channel import AgentProcess, Channel
 from baltoro.sandbox.egress import PROXY_ENV, RELAY_COMMAND, AllowList, Gate
 from baltoro.sandbox.host import kill_orphans
+from baltoro.sandbox.keyed import Keyed
 from baltoro.sandbox.manifest import Manifest, check_fits
 from baltoro.sandbox.protocol import (
     MIB,
@@ -258,28 +259,19 @@ class MachineDriver:
         self.store = store
         self._sandboxes: dict[str, MachineSandbox] = {}
         self._starting: set[str] = set()
-        self._keys: dict[str, asyncio.Future[MachineSandbox]] = {}
+        self._keys: Keyed[MachineSandbox] = Keyed()
 
     async def create(
         self, image: Image, limits: Limits, net: Net, key: str | None = None
     ) -> MachineSandbox:
-        if key is not None and key in self._keys:
-            return await asyncio.shield(self._keys[key])
+        if (made := self._keys.get(key)) is not None:
+            return await asyncio.shield(made)
         AllowList(net.allowed_hosts)  # refuses what is no host before anything is made
         if not image.root.is_dir():
             raise ImageError(f"image.root={str(image.root)!r}: no such folder")
         if key is None:
             return await self._boot(image, limits, net)
-        # Under its key from the first moment: a caller that gave up finds it by asking again.
-        made = asyncio.ensure_future(self._boot(image, limits, net))
-        self._keys[key] = made
-
-        def drop_failed(done: asyncio.Future[MachineSandbox]) -> None:
-            if done.cancelled() or done.exception() is not None:
-                self._keys.pop(key, None)
-
-        made.add_done_callback(drop_failed)
-        return await asyncio.shield(made)
+        return await self._keys.make(key, self._boot(image, limits, net))
 
     async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[MachineSandbox]:
         check_branches(num_branches)
@@ -315,8 +307,7 @@ class MachineDriver:
         return lines
 
     async def close(self) -> None:
-        for made in list(self._keys.values()):
-            await asyncio.wait([made])
+        await self._keys.settle()
         for sandbox in list(self._sandboxes.values()):
             await sandbox.destroy()
         await self.mechanism.close()
@@ -326,9 +317,7 @@ class MachineDriver:
         sandbox = self._sandboxes.pop(sandbox_id, None)
         if sandbox is not None and sandbox.machine.base_layers and sandbox.parent:
             self.store.give_back(sandbox.parent)
-        for key, made in list(self._keys.items()):
-            if made.done() and not made.exception() and made.result().id == sandbox_id:
-                del self._keys[key]
+        self._keys.forget(sandbox_id)
         await asyncio.to_thread(remove_tree, self.root / sandbox_id)
 
     async def _boot(self, image: Image, limits: Limits, net: Net) -> MachineSandbox:

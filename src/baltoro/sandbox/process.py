@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baltoro.sandbox.host_process import HostProcess
+from baltoro.sandbox.keyed import Keyed
 from baltoro.sandbox.manifest import check_fits
 from baltoro.sandbox.protocol import (
     MIB,
@@ -230,13 +231,13 @@ class ProcessDriver:
         self.root = root
         self.store = store
         self._sandboxes: dict[str, ProcessSandbox] = {}
-        self._keys: dict[str, asyncio.Future[ProcessSandbox]] = {}
+        self._keys: Keyed[ProcessSandbox] = Keyed()
 
     async def create(
         self, image: Image, limits: Limits, net: Net, key: str | None = None
     ) -> ProcessSandbox:
-        if key is not None and key in self._keys:
-            return await asyncio.shield(self._keys[key])
+        if (made := self._keys.get(key)) is not None:
+            return await asyncio.shield(made)
         if net.allowed_hosts:
             raise ValueError(
                 f"net.allowed_hosts={net.allowed_hosts!r}: this driver cannot restrict the network;"
@@ -244,18 +245,9 @@ class ProcessDriver:
             )
         if not image.root.is_dir():
             raise ImageError(f"image.root={str(image.root)!r}: no such folder")
-        # Under its key from the first moment: a caller that gave up finds it by asking again.
-        made = asyncio.ensure_future(self._make(image, limits))
         if key is None:
-            return await asyncio.shield(made)
-        self._keys[key] = made
-
-        def drop_failed(done: asyncio.Future[ProcessSandbox]) -> None:
-            if done.cancelled() or done.exception() is not None:
-                self._keys.pop(key, None)
-
-        made.add_done_callback(drop_failed)
-        return await asyncio.shield(made)
+            return await asyncio.shield(self._make(image, limits))
+        return await self._keys.make(key, self._make(image, limits))
 
     async def restore(self, snapshot_id: str, num_branches: int = 1) -> list[ProcessSandbox]:
         check_branches(num_branches)
@@ -296,9 +288,7 @@ class ProcessDriver:
     def forget(self, sandbox_id: str) -> None:
         """Called by a sandbox that is gone."""
         self._sandboxes.pop(sandbox_id, None)
-        for key, made in list(self._keys.items()):
-            if made.done() and not made.exception() and made.result().id == sandbox_id:
-                del self._keys[key]
+        self._keys.forget(sandbox_id)
 
     async def _make(self, image: Image, limits: Limits) -> ProcessSandbox:
         sandbox = self._new(image, limits)
