@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baltoro.model.model import Model
 from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.listen import Listener
 from baltoro.serve.request import Request, Sequence
 from baltoro.serve.scheduler import SchedulerConfig
 from baltoro.serve.server import Server, ServerConfig, create_app
@@ -38,9 +39,8 @@ def made(model: Model, config: EngineConfig | None = None, **changes: Any) -> Se
 @contextmanager
 def listening(server: Server) -> Iterator[str]:
     """The address at which a server answers, on a port of its own."""
-    running = uvicorn.Server(
-        uvicorn.Config(create_app(server), port=0, log_level="error", ws="none")
-    )
+    settings = uvicorn.Config(create_app(server), port=0, log_level="error", ws="none")
+    running = Listener(settings, server.background, server.config.drain_s)
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     while not running.started:

@@ -3,6 +3,7 @@ import io
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -271,6 +272,30 @@ def test_a_stream_that_runs_at_shutdown_comes_to_its_end(nano: Model) -> None:
     assert [line for line in lines if line][-1] == "data: [DONE]"
     assert sum('"logprob"' in line for line in lines) == 200
     assert not server.background.is_alive
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_reply_that_outlasts_the_shutdown_is_ended_with_an_answer(
+    nano: Model, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    server = made(nano, drain_s=0.2)
+    script(server, monkeypatch, "on and on " * 700)
+    with ThreadPoolExecutor() as pool:
+        with listening(server) as address:
+            body = {**CHAT, "max_tokens": 7000, "stream": is_streamed}
+            path = f"{address}v1/chat/completions"
+            answer = pool.submit(httpx.post, path, json=body, timeout=60)
+            wait_until(lambda: server.background.engine.stats.num_steps >= 5)
+            began = time.monotonic()
+        got = answer.result(30)
+        assert time.monotonic() - began < 10.0
+    if is_streamed:
+        last = [line for line in got.text.splitlines() if line][-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+    else:
+        assert got.status_code == 503 and int(got.headers["retry-after"]) > 0
+        error = got.json()["error"]
+    assert error["code"] == "unavailable" and "shutting down" in error["message"]
 
 
 def test_a_stop_string_ends_a_reply_and_frees_its_sequence(

@@ -65,7 +65,7 @@ class BackgroundEngine:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[Sequence, Stream] = {}
         self._num_arriving = 0  # written in the event loop alone
-        self._is_draining = False
+        self.is_draining = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -102,7 +102,7 @@ class BackgroundEngine:
         streams = [Stream() for _ in range(count)]
 
         def submit(engine: Engine) -> None:
-            if self._is_draining:
+            if self.is_draining:
                 raise EngineStopped("the server is shutting down")
             try:
                 for request, stream in zip(requests(engine), streams, strict=True):
@@ -130,7 +130,7 @@ class BackgroundEngine:
 
     async def drain(self, seconds: float) -> None:
         """Take nothing new, let what runs come to its end for so long, then stop the thread."""
-        self._is_draining = True
+        self.is_draining = True
         deadline = asyncio.get_running_loop().time() + seconds
         while self._streams and self.is_alive:
             if asyncio.get_running_loop().time() > deadline:

@@ -186,7 +186,7 @@ class Choices(ABC):
                 if self._answers[index] is not None or stream is not self._streams[index]:
                     continue  # it ran a little beyond a stop string
                 if event.finish_reason == "error":
-                    raise ApiError(500, "the engine could not go on with this reply")
+                    raise self._failed()
                 pieces = self._take(index, event)
                 answer = pieces[-1].answer
                 if self._attempts[index] < self.body.retries:
@@ -205,6 +205,12 @@ class Choices(ABC):
             for task in tasks:
                 task.cancel()
             self.cancel()
+
+    def _failed(self) -> ApiError:
+        if self._background.is_draining:
+            shown = "the server is shutting down and could not wait for this reply"
+            return ApiError(503, shown, code="unavailable", retry_after=5)
+        return ApiError(500, "the engine could not go on with this reply")
 
     async def _retry(self, index: int) -> None:
         """Throw a reply away and queue another one, under a seed of its own."""

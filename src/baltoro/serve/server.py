@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from baltoro.serve.form import FormError
 from baltoro.serve.generate import described, load_for_text
 from baltoro.serve.grammar import Grammars
 from baltoro.serve.kinds import ChatChoices, TextChoices
+from baltoro.serve.listen import Listener
 from baltoro.serve.metrics import Metrics
 from baltoro.serve.options import DEFAULTS, ServeOptions, ServerConfig
 from baltoro.serve.protocol import (
@@ -353,14 +354,11 @@ def serve(checkpoint: str, *, options: ServeOptions = DEFAULTS) -> None:
     # cores and do not spin, and a step of the engine in its own thread takes twice as long
     with ThreadPoolExecutor(1) as loader:
         engine = loader.submit(_engine, checkpoint, options).result()
-    app = create_app(Server(engine, engine.model.processor, config))
-    uvicorn.run(
-        app,
-        host=options.host,
-        port=options.port,
-        log_level="warning",
-        timeout_graceful_shutdown=60,
-    )
+    server = Server(engine, engine.model.processor, config)
+    app = create_app(server)
+    settings = uvicorn.Config(app, host=options.host, port=options.port, log_level="warning")
+    with suppress(KeyboardInterrupt):
+        Listener(settings, server.background, config.drain_s).run()
 
 
 def _engine(checkpoint: str, options: ServeOptions) -> Engine:
