@@ -113,15 +113,7 @@ def pretrain(
             )
             if not steps:
                 bigram = _fit_bigram(config, source, batches, bytes_per_token, held_out.domains)
-                log.write(
-                    "baseline",
-                    0,
-                    {"bits_per_byte": bigram.bits_per_byte, "by_domain": bigram.by_domain},
-                )
-                progress.note(
-                    f"an interpolated bigram fitted on the same tokens: "
-                    f"{bigram.bits_per_byte:.4f} bits per byte held out"
-                )
+                _note_baseline(bigram, log, progress)
             _announce_time(training, progress)
             return run_loop(training)
 
@@ -269,6 +261,14 @@ def _fit_bigram(
     for step in range(config.schedule.num_steps):
         bigram.add(source.batch(step))
     return bigram.score(batches, bytes_per_token=bytes_per_token, domains=domains)
+
+
+def _note_baseline(bigram: HeldOutScore, log: MetricsLog, progress: ProgressLine) -> None:
+    log.write("baseline", 0, {"bits_per_byte": bigram.bits_per_byte, "by_domain": bigram.by_domain})
+    progress.note(
+        f"an interpolated bigram fitted on the same tokens: {bigram.bits_per_byte:.4f} bits per "
+        "byte held out"
+    )
 
 
 def _announce_time(training: Training, progress: ProgressLine) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
@@ -93,82 +93,73 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _add_control(app: FastAPI, control: Control, config: ServerConfig) -> None:
-    def check_key(request: Request) -> None:
+    async def check_key(request: Request) -> None:
         offered = request.headers.get("x-api-key", "").encode()
         known = [hmac.compare_digest(offered, key.encode()) for key in config.api_keys]
         if config.api_keys and not any(known):
             raise ApiError(401, "the API key is missing or wrong")
 
-    @app.post("/sandboxes", status_code=201)
-    @app.post("/v2/sandboxes", status_code=201)
+    keyed = APIRouter(dependencies=[Depends(check_key)])
+
+    @keyed.post("/sandboxes", status_code=201)
+    @keyed.post("/v2/sandboxes", status_code=201)
     async def create(request: Request) -> Json:
-        check_key(request)
         return await control.create(await _json(request), request.headers.get("idempotency-key"))
 
-    @app.get("/sandboxes")
-    @app.get("/v2/sandboxes")
+    @keyed.get("/sandboxes")
+    @keyed.get("/v2/sandboxes")
     async def list_sandboxes(request: Request) -> Response:
-        check_key(request)
         page, token = control.page(request.query_params)
         return JSONResponse(page, headers={} if token is None else {"x-next-token": token})
 
-    @app.get("/sandboxes/{sandbox_id}")
-    async def detail(sandbox_id: str, request: Request) -> Json:
-        check_key(request)
+    @keyed.get("/sandboxes/{sandbox_id}")
+    async def detail(sandbox_id: str) -> Json:
         return control.detail(sandbox_id)
 
-    @app.delete("/sandboxes/{sandbox_id}", status_code=204)
-    async def kill(sandbox_id: str, request: Request) -> None:
-        check_key(request)
+    @keyed.delete("/sandboxes/{sandbox_id}", status_code=204)
+    async def kill(sandbox_id: str) -> None:
         await control.kill(sandbox_id)
 
-    @app.post("/sandboxes/{sandbox_id}/pause", status_code=204)
+    @keyed.post("/sandboxes/{sandbox_id}/pause", status_code=204)
     async def pause(sandbox_id: str, request: Request) -> None:
-        check_key(request)
         await control.pause(sandbox_id, await _json(request))
 
-    @app.post("/sandboxes/{sandbox_id}/resume")
-    @app.post("/sandboxes/{sandbox_id}/connect")
-    @app.post("/v2/sandboxes/{sandbox_id}/connect")
+    @keyed.post("/sandboxes/{sandbox_id}/resume")
+    @keyed.post("/sandboxes/{sandbox_id}/connect")
+    @keyed.post("/v2/sandboxes/{sandbox_id}/connect")
     async def connect(sandbox_id: str, request: Request) -> Response:
-        check_key(request)
         body, was_paused = await control.connect(sandbox_id, await _json(request))
         return JSONResponse(body, 201 if was_paused else 200)
 
-    @app.post("/sandboxes/{sandbox_id}/timeout", status_code=204)
+    @keyed.post("/sandboxes/{sandbox_id}/timeout", status_code=204)
     async def timeout(sandbox_id: str, request: Request) -> None:
-        check_key(request)
         control.set_timeout(sandbox_id, await _json(request))
 
-    @app.post("/sandboxes/{sandbox_id}/refreshes", status_code=204)
+    @keyed.post("/sandboxes/{sandbox_id}/refreshes", status_code=204)
     async def refresh(sandbox_id: str, request: Request) -> None:
-        check_key(request)
         control.set_timeout(sandbox_id, await _json(request), is_refresh=True)
 
-    @app.post("/sandboxes/{sandbox_id}/fork", status_code=201)
+    @keyed.post("/sandboxes/{sandbox_id}/fork", status_code=201)
     async def fork(sandbox_id: str, request: Request) -> list[Json]:
-        check_key(request)
         return await control.fork(sandbox_id, await _json(request))
 
-    @app.post("/sandboxes/{sandbox_id}/snapshots", status_code=201)
+    @keyed.post("/sandboxes/{sandbox_id}/snapshots", status_code=201)
     async def snapshot(sandbox_id: str, request: Request) -> Json:
-        check_key(request)
         return await control.snapshot(sandbox_id, await _json(request))
 
-    @app.get("/snapshots")
-    async def snapshots(request: Request) -> list[Json]:
-        check_key(request)
+    @keyed.get("/snapshots")
+    async def snapshots() -> list[Json]:
         return control.snapshots()
 
-    @app.delete("/templates/{snapshot_id}", status_code=204)
-    async def delete_snapshot(snapshot_id: str, request: Request) -> None:
-        check_key(request)
+    @keyed.delete("/templates/{snapshot_id}", status_code=204)
+    async def delete_snapshot(snapshot_id: str) -> None:
         control.delete_snapshot(snapshot_id)
 
-    @app.get("/sandboxes/{sandbox_id}/metrics")
-    async def sandbox_metrics(sandbox_id: str, request: Request) -> list[Json]:
-        check_key(request)
+    @keyed.get("/sandboxes/{sandbox_id}/metrics")
+    async def sandbox_metrics(sandbox_id: str) -> list[Json]:
         return control.metrics(sandbox_id)
+
+    app.include_router(keyed)
 
     @app.get("/metrics")
     async def metrics() -> Response:
