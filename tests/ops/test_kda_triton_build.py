@@ -7,14 +7,38 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from ops.hopper import machine_code, resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from ops.pinned import shapes_of
-from ops.sass import lost_memory_descriptors, resources, sass_of
+from ops.sass import lost_memory_descriptors
 
+from baltoro.ops.kda.triton.gradients_sm90 import gradients_sm90_kernel
+from baltoro.ops.kda.triton.prep_sm90 import prep_sm90_kernel
+from baltoro.ops.kda.triton.scan_sm90 import forward_scan_sm90_kernel, reverse_scan_sm90_kernel
+from baltoro.ops.kda.triton.segments_sm90 import segment_ends_sm90_kernel
 from baltoro.ops.launch_table import Launch
 
 pytestmark = pytest.mark.slow
 MAX_STACK_BYTES = 288  # of 255 registers a thread; what spills is read back once
+
+KERNELS = {
+    "prep": prep_sm90_kernel,
+    "gradients": gradients_sm90_kernel,
+    "forward_scan": forward_scan_sm90_kernel,
+    "reverse_scan": reverse_scan_sm90_kernel,
+    "segment_ends": segment_ends_sm90_kernel,
+}
+FP32 = {
+    "a_log", "dt_bias", "gamma", "chunk_beta", "norms", "initial_state", "final_state",
+    "d_initial_state", "d_final_state", "d_bias_parts", "d_rate_parts", "ends",
+    "transitions",
+}  # fmt: skip
+LOGITS = {"g", "beta", "dg", "dbeta"}  # bf16 as logits, else fp32
+INT32 = {"table", "offsets", "cu_seqlens"}
+SCALARS = {
+    "scale": "fp32", "eps": "fp32", "lower_bound": "fp32", "num_heads": "i32:16",
+    "num_sequences": "i32", "length": "i32",
+}  # fmt: skip
 
 INTERPRETED = """
 import warnings
@@ -64,10 +88,37 @@ def variants() -> list[tuple[str, dict[str, object], Launch]]:
     return [*prep, *((name, constants, {}) for name, constants in found)]
 
 
+def absent(constants: dict[str, object]) -> set[str]:
+    """Pointers that are None under these compile-time arguments."""
+    names = set()
+    if not constants.get("FROM_LOGITS", True):
+        names |= {"a_log", "dt_bias"}
+    if not constants.get("HAS_INITIAL", True):
+        names |= {"initial_state"}
+    if not constants.get("HAS_FINAL", True):
+        names |= {"d_final_state"}
+    return names
+
+
+def arguments_of(name: str, constants: dict[str, object]) -> dict[str, object]:
+    """What kernel `name` is given under these compile-time arguments."""
+    arguments: dict[str, object] = {**SCALARS, **dict.fromkeys(absent(constants)), **constants}
+    for argument in KERNELS[name].arg_names:
+        if argument in INT32:
+            arguments[argument] = "*i32"
+        elif argument not in arguments:
+            is_fp32 = argument in FP32 or (
+                argument in LOGITS and not constants.get("FROM_LOGITS", True)
+            )
+            arguments[argument] = "*fp32" if is_fp32 else "*bf16"
+    return {argument: arguments[argument] for argument in KERNELS[name].arg_names}
+
+
 @pytest.mark.parametrize(("name", "constants", "options"), variants())
 def test_hopper_kernels_compile_without_lost_registers(name, constants, options):
-    sass, usage = sass_of(name, constants, **options)
-    stack = resources(usage)
+    kernel, arguments = KERNELS[name], arguments_of(name, constants)
+    stack = resources(kernel, arguments, 4, **options).stack_bytes
+    sass = machine_code(kernel, arguments, 4, **options)
     assert stack <= MAX_STACK_BYTES, f"{stack} bytes of stack a thread"
     assert not lost_memory_descriptors(sass)
     assert re.search(r"\bHGMMA\b", sass)

@@ -1,22 +1,17 @@
 """The kernels of paged absorbed attention without a GPU: emulated, and compiled for Hopper."""
 
 import re
-import subprocess
-import tempfile
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import triton
 from ops.emulated import Emulated
 from ops.harness import poisoned_memory
-from ops.hopper import CUOBJDUMP, resources
+from ops.hopper import machine_code, resources
 from ops.sass import lost_memory_descriptors
 from ops.test_mla_paged import assert_pages_earned, pages_of
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from baltoro.ops.mla import triton as kernels
 
@@ -94,31 +89,10 @@ def built(shape: kernels.Shape, dims: tuple[int, int], dtype: str, is_one: bool)
     }  # fmt: skip
     if is_one:
         constants["cu_seqlens"] = None
-    names = kernel.arg_names
-    source = GluonASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in constants else given[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (i,): [["tt.divisibility", 16]]
-            for i, name in enumerate(names)
-            if name not in constants and given[name].startswith("*")
-        },
-    )
-    options = {"num_warps": shape.num_warps}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        sass, usage = (
-            subprocess.run(
-                [CUOBJDUMP, flag, file.name], capture_output=True, text=True, check=True
-            ).stdout
-            for flag in ("-sass", "-res-usage")
-        )
-    lines = [line.strip() for line in re.sub(r"/\*.*?\*/", "", sass).splitlines()]
-    code = "\n".join(line for line in lines if line.endswith(";"))
-    return compiled.metadata.shared, int(re.findall(r"STACK:(\d+)", usage)[0]), code
+    arguments = {name: given[name] for name in kernel.arg_names if name in given} | constants
+    found = resources(kernel, arguments, shape.num_warps)
+    code = machine_code(kernel, arguments, shape.num_warps)
+    return found.shared_bytes, found.stack_bytes, code
 
 
 @pytest.mark.slow
