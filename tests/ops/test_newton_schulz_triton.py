@@ -19,6 +19,7 @@ from baltoro.ops.newton_schulz import triton as kernels
 
 BF16 = torch.bfloat16
 MAX_STACK_BYTES = 48  # a thread
+MAX_SHARED_BYTES = 227 * 1024  # a program
 
 INTERPRETED = """
 import warnings
@@ -100,6 +101,7 @@ def test_the_kernels_compile_without_lost_registers_or_addresses(rows, columns):
             arguments |= {"BC": shape["columns"], "NUM_STAGES": shape["num_stages"]}
             found = resources(kernel, arguments, shape["num_warps"])
             assert found.stack_bytes <= MAX_STACK_BYTES
+            assert found.shared_bytes <= MAX_SHARED_BYTES
             code = machine_code(kernel, arguments, shape["num_warps"])
             assert lost_memory_descriptors(code) == []
 
