@@ -8,12 +8,20 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 from ops.earned import Allocations
+from ops.harness import poisoned_memory
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from baltoro.ops.impl import ImplError
-from baltoro.ops.triton import as_operator, enqueue, last_gradients, record
+from baltoro.ops.triton import (
+    allocator,
+    as_operator,
+    enqueue,
+    last_gradients,
+    record,
+    unfilled_like,
+)
 
 
 class Compiled:
@@ -209,6 +217,48 @@ def test_a_second_derivative_by_any_input_is_refused_and_the_first_is_not(name):
     total = d_x.sum() + leaves[name].square().sum()
     with pytest.raises(ImplError, match="square: impl='triton' has no second derivatives"):
         torch.autograd.grad(total, leaves[name])
+
+
+def assert_fresh(x: Tensor, like: Tensor) -> None:
+    """Contiguous, of the shape, dtype and device of `like`, and NaN where torch fills memory."""
+    assert (x.shape, x.dtype, x.device) == (like.shape, like.dtype, like.device)
+    assert x.is_contiguous() and not x.requires_grad
+    if torch.are_deterministic_algorithms_enabled():
+        assert x.isnan().all()
+
+
+def likes(device: str) -> list[Tensor]:
+    """Of all kinds: contiguous or not, empty, of one and of three dims, parameters."""
+    x = torch.zeros(4, 6, device=device, dtype=torch.bfloat16)
+    return [x, x.T, x[:, ::2], x[:0], x[:, :0], x[0], x.view(2, 2, 6).mT, torch.nn.Parameter(x)]
+
+
+def test_unfilled_memory_is_contiguous_and_filled_where_torch_fills_it():
+    for like in likes("cpu"):
+        assert_fresh(unfilled_like(like), like)
+        with poisoned_memory():
+            assert_fresh(unfilled_like(like), like)
+
+
+@pytest.mark.gpu
+def test_unfilled_memory_of_a_device_is_contiguous_and_filled_where_torch_fills_it():
+    for index in range(torch.cuda.device_count()):
+        for like in likes(f"cuda:{index}"):
+            assert_fresh(unfilled_like(like), like)
+            with poisoned_memory():
+                assert_fresh(unfilled_like(like), like)
+
+
+@pytest.mark.gpu
+def test_memory_goes_past_the_dispatcher_only_for_plain_tensors_of_the_current_device():
+    quick = torch._C._dynamo.guards._empty_strided_cuda
+    x = torch.zeros(3, device="cuda")
+    assert allocator(x) is quick
+    assert allocator(torch.nn.Parameter(x)) is not quick
+    for index in range(1, torch.cuda.device_count()):
+        assert allocator(x.to(f"cuda:{index}")) is not quick
+    with poisoned_memory():
+        assert allocator(x) is not quick
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """What the Triton kernels of several operators share: refusals, registration, launches, sums."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,6 +167,36 @@ def enqueue_aligned(
     stream = torch._C._cuda_getCurrentRawStream(device)
     run(x, y, z, stream, function, metadata, None, None, None, *values, *fixed)
     return True
+
+
+def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
+    """What gives unfilled memory of a shape, strides and a dtype on the device of `like`.
+
+    It is what Inductor's programs call, past torch's dispatcher, which takes the host microseconds;
+    where that would not do what torch's own functions do, it is one of those.
+    """
+    if (
+        type(like) is Tensor  # neither a fake one nor another subclass
+        and like.is_cuda
+        and like.get_device() == torch._C._cuda_getDevice()
+        and not torch.are_deterministic_algorithms_enabled()  # these fill fresh memory
+    ):
+        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+    return partial(_empty_strided, like)
+
+
+def _empty_strided(
+    like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    return like.new_empty_strided(shape, strides, dtype=dtype)
+
+
+def unfilled_like(x: Tensor) -> Tensor:
+    """A contiguous tensor of the shape, dtype and device of `x`, unfilled."""
+    if x.dim() != 2:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+    T, D = x.shape
+    return allocator(x)((T, D), (D, 1), x.dtype)
 
 
 def cdiv(a: int, b: int) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..launch_table import derived, launch, width_class
 from ..triton import (
     add_pairs,
+    allocator,
     as_operator,
     cdiv,
     enqueue,
@@ -269,8 +270,10 @@ def _outputs(
 ) -> tuple[Tensor, Tensor]:
     """Unfilled mixture `[T, D]`, and 1/rms and scores `[T, 2 S]`."""
     first = sources[0]
-    kept = 2 * len(sources) if is_kept else 0
-    return torch.empty_like(first), first.new_empty(first.shape[0], kept, dtype=torch.float32)
+    T, D = first.shape
+    allocate, kept = allocator(first), 2 * len(sources) if is_kept else 0
+    out = allocate((T, D), (D, 1), first.dtype)
+    return out, allocate((T, kept), (max(kept, 1), 1), torch.float32)
 
 
 def _backward(
@@ -288,7 +291,7 @@ def _backward(
         at = backward_ring(S, D, d_out.get_device())
         if at is not None:
             grid = (min(T, at.num_programs),)
-            room = d_out.new_empty(*grid, D, dtype=torch.float32)
+            room = allocator(d_out)((*grid, D), (D, 1), torch.float32)
             if enqueue_aligned(at.kernel, grid, (*inputs, room, T), at.constants):
                 parts = room
     if parts is None:
@@ -318,7 +321,10 @@ def _gradients(
     d_out: Tensor,
 ) -> list[Tensor]:
     """Unfilled gradients of the two weights and of the sources."""
-    return [torch.empty_like(x) for x in (norm_weight, proj_weight, *sources)]
+    T, D = d_out.shape
+    allocate, shape, strides, dtype = allocator(d_out), (T, D), (D, 1), d_out.dtype
+    d_weights = [allocate((D,), (1,), weight.dtype) for weight in (norm_weight, proj_weight)]
+    return [*d_weights, *[allocate(shape, strides, dtype) for _ in sources]]
 
 
 _forward_operator = as_operator("attn_res_forward", _forward, _outputs)

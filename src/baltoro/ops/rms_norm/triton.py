@@ -21,6 +21,7 @@ from ..triton import (
     record,
     refuse_unserved,
     rows_of,
+    unfilled_like,
 )
 
 MAX_PROGRAMS = 132 * 16  # of the backward pass, and parts of dw
@@ -105,7 +106,7 @@ def _launch_of(kernel: str, dtype: torch.dtype, width: int, device: torch.device
 
 
 def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = unfilled_like(x)
     D = x.shape[-1]
     if x.numel() > 0:
         rows = rows_of(x)
@@ -124,7 +125,7 @@ def _forward(x: Tensor, weight: Tensor, gate_logits: Tensor | None, eps: float) 
 
 
 def _forward_outputs(x, weight, gate_logits, eps):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return unfilled_like(x)
 
 
 _forward_operator = as_operator("rms_norm_forward", _forward, _forward_outputs)
@@ -158,11 +159,8 @@ def _gradients(
     x: Tensor, weight: Tensor, gate_logits: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled gradients; the last is empty without a gate."""
-    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if gate_logits is None:
-        return d_x, torch.empty_like(weight), x.new_empty(0)
-    d_gate_logits = torch.empty_like(gate_logits, memory_format=torch.contiguous_format)
-    return d_x, torch.empty_like(weight), d_gate_logits
+    d_gate_logits = x.new_empty(0) if gate_logits is None else unfilled_like(gate_logits)
+    return unfilled_like(x), torch.empty_like(weight), d_gate_logits
 
 
 def _backward_outputs(x, weight, gate_logits, d_out, eps):

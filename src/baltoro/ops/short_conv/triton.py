@@ -26,6 +26,7 @@ from ..triton import (
     record,
     refuse_unserved,
     rows_of,
+    unfilled_like,
 )
 from .windows import (
     exchange,
@@ -286,7 +287,7 @@ def _outputs(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Ten
     """Unfilled y, final state, and place and sequence of each token `[2, >= T]`, both aligned."""
     (T, C), N = x.shape, cu_seqlens.shape[0] - 1
     final_state = x.new_empty(N, C, weight.shape[1] - 1)
-    return x.new_empty(T, C), final_state, cu_seqlens.new_empty(2, cdiv(T, 4) * 4)
+    return unfilled_like(x), final_state, cu_seqlens.new_empty(2, cdiv(T, 4) * 4)
 
 
 def _forward_outputs(x, weight, cu_seqlens, initial_state):
@@ -337,8 +338,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Unfilled gradients; the last is empty without a state."""
     d_state = x.new_empty(0) if initial_state is None else torch.empty_like(initial_state)
-    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return d_x, torch.empty_like(weight), d_state
+    return unfilled_like(x), torch.empty_like(weight), d_state
 
 
 def _backward_outputs(x, weight, cu_seqlens, initial_state, table, d_y, d_final_state):

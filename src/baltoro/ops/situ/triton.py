@@ -27,6 +27,7 @@ from ..triton import (
     record,
     refuse_unserved,
     rows_of,
+    unfilled_like,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -188,13 +189,13 @@ def _launch(
 
 
 def _forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
-    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    out = unfilled_like(gate)
     _launch(situ_forward_kernel, "forward", (gate, up), (out,), beta, linear_beta)
     return out
 
 
 def _forward_outputs(gate, up, beta, linear_beta):
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
+    return unfilled_like(gate)
 
 
 _forward_operator = as_operator("situ_glu_forward", _forward, _forward_outputs)
@@ -212,11 +213,7 @@ def _gradients(
     d_out: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float | None
 ) -> tuple[Tensor, Tensor]:
     """Unfilled gradients of gate and up."""
-    contiguous = torch.contiguous_format
-    return (
-        torch.empty_like(gate, memory_format=contiguous),
-        torch.empty_like(up, memory_format=contiguous),
-    )
+    return unfilled_like(gate), unfilled_like(up)
 
 
 _backward_operator = as_operator("situ_glu_backward", _backward, _gradients)
