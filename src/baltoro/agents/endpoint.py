@@ -7,7 +7,6 @@ training on its own samples. The key stays in this process and never enters a sa
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -69,12 +68,7 @@ class EndpointPolicy:
     async def __aenter__(self) -> "EndpointPolicy":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._client.aclose()
 
     async def reply(self, prompt: Prompt) -> PolicyReply:
