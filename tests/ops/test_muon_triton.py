@@ -1,6 +1,7 @@
 """Muon's stack in Triton against lists of plain PyTorch, interpreted and on a GPU."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,3 +146,24 @@ def test_the_kernels_move_sixteen_bytes_a_thread_at_once_and_spill_nothing(is_ta
         code = machine_code(kernel, arguments, kernels.NUM_WARPS)
         wide = [line for line in code.splitlines() if re.search(r"LDG\S*\.128", line)]
         assert len(wide) == loads, (kernel, len(wide))
+
+
+@pytest.mark.gpu
+def test_gradients_that_moved_are_read_where_they_are():
+    held, other = entries("cuda", BF16, BF16), entries("cuda", BF16, BF16)
+    moved = [
+        replace(entry, weight=from_.weight, momentum=from_.momentum, low=from_.low)
+        for entry, from_ in zip(other, held, strict=True)
+    ]
+    stack = stack_of(held, impl="triton")
+    old = torch.tensor([entry.grad._base.data_ptr() for entry in held])
+    new = torch.tensor([entry.grad._base.data_ptr() for entry in other])
+    for entry in held:
+        entry.grad.fill_(torch.nan)
+    starts, order = old.sort()
+    stack.move_gradients(starts, (new - old)[order])
+    got = stack.directions(MU)
+    assert got.isfinite().all()
+    for entry, from_ in zip(moved, entries("cuda", BF16, BF16), strict=True):
+        entry.momentum.copy_(from_.momentum)
+    assert torch.equal(got, stack_of(moved, impl="triton").directions(MU))

@@ -6,16 +6,36 @@ optimiser after the model is on its device.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from baltoro.ops.muon import MuonBlocks, Stack
+from baltoro.ops.muon import LINE_BYTES, MuonBlocks, Stack
 from baltoro.optim.adamw import AdamwState, adamw_step
 from baltoro.optim.assignment import Assignment
 from baltoro.optim.config import OptimConfig
 from baltoro.optim.muon import split, stacks_of, step_stacks
+
+
+@dataclass(kw_only=True, slots=True)
+class _Placed:
+    """Stacks of the last step that serve as long as tensors stay where they are."""
+
+    kind: list[tuple[str, int, int, torch.dtype]]  # names, addresses, and gradients' dtypes
+    grads: list[int]  # addresses
+    stacks: list[Stack]
+
+
+class Plan(NamedTuple):
+    """Parameters by what a step does with them."""
+
+    stacks: list[Stack]  # Muon
+    decayed: list[str]  # AdamW
+    undecayed: list[str]
+    skipped: tuple[str, ...]  # no gradient
 
 
 class Optimizer:
@@ -37,7 +57,7 @@ class Optimizer:
         self.masters: dict[str, Tensor] = {}
         self.momenta: dict[str, Tensor] = {}
         self.moments: dict[str, AdamwState] = {}
-        self._placed: tuple[object, list[Stack]] = ((), [])  # stacks of the last step, and for what
+        self._placed: _Placed | None = None
         for name, parameter in self.parameters.items():
             if not parameter.is_floating_point() or not parameter.is_contiguous():
                 raise ValueError(
@@ -55,15 +75,8 @@ class Optimizer:
                 )
 
     @torch.no_grad()
-    def step(self, lr: float) -> tuple[str, ...]:
-        """Update every parameter that has a gradient; gradients are read and kept.
-
-        Returns the names without a gradient: neither they nor their state change, and they do not
-        decay. Gradients that are not finite spoil weights and state, so check the norm first.
-        Raises `ValueError` for a rate that is negative or not finite.
-        """
-        if not 0.0 <= lr < math.inf:
-            raise ValueError(f"lr={lr}: must be finite and not negative")
+    def plan(self) -> Plan:
+        """What `step` will update, from the gradients that are there now."""
         matrices: list[str] = []
         decayed: list[str] = []
         undecayed: list[str] = []
@@ -77,7 +90,21 @@ class Optimizer:
                 matrices.append(name)
             else:
                 (decayed if row.use_decay else undecayed).append(name)
-        step_stacks(self._stacks(matrices), lr=lr, config=self.config)
+        return Plan(self._stacks(matrices), decayed, undecayed, tuple(skipped))
+
+    @torch.no_grad()
+    def step(self, lr: float, plan: Plan | None = None) -> tuple[str, ...]:
+        """Update every parameter that has a gradient; gradients are read and kept.
+
+        A `plan` made of the same gradients while the device was busy spares it waiting for the
+        host. Returns the names without a gradient: neither they nor their state change, and they do
+        not decay. Gradients that are not finite spoil weights and state, so check the norm first.
+        Raises `ValueError` for a rate that is negative or not finite.
+        """
+        if not 0.0 <= lr < math.inf:
+            raise ValueError(f"lr={lr}: must be finite and not negative")
+        stacks, decayed, undecayed, skipped = self.plan() if plan is None else plan
+        step_stacks(stacks, lr=lr, config=self.config)
         for names, decay in ((decayed, self.config.weight_decay), (undecayed, 0.0)):
             adamw_step(
                 [self.masters[name] for name in names],
@@ -88,20 +115,29 @@ class Optimizer:
                 config=self.config,
             )
         self._publish([*decayed, *undecayed])
-        return tuple(skipped)
+        return skipped
 
     def publish(self) -> None:
         """Round every master into its parameter; needed after a master was changed by hand."""
         self._publish(self.masters)
 
-    def _stacks(self, names: Iterable[str]) -> list[Stack]:
-        """The matrices of these parameters; those of the last step if all tensors lie there."""
+    def _stacks(self, names: Sequence[str]) -> list[Stack]:
+        """The matrices of these parameters; those of the last step if they can be used again."""
         tensors = {
             name: (self.masters[name], self.momenta[name], self._grad(name)) for name in names
         }
-        key = [(name, [x.data_ptr() for x in own], own[2].dtype) for name, own in tensors.items()]
-        if key == self._placed[0]:
-            return self._placed[1]
+        grads = [own[2].data_ptr() for own in tensors.values()]
+        kind = [
+            (name, own[0].data_ptr(), own[1].data_ptr(), own[2].dtype)
+            for name, own in tensors.items()
+        ]
+        placed = self._placed
+        if (
+            placed is not None
+            and placed.kind == kind
+            and (placed.grads == grads or _moved(placed, grads))
+        ):
+            return placed.stacks
         entries: list[MuonBlocks] = []
         for name, own in tensors.items():
             blocks, low = self.rows[name].blocks, None
@@ -110,8 +146,9 @@ class Optimizer:
                 low = self.parameters[name].detach()
             entries += split(*own, blocks, low)
         stacks = stacks_of(entries, self.config)
+        self._placed = None
         if all(stack.is_placed for stack in stacks):
-            self._placed = key, stacks
+            self._placed = _Placed(kind=kind, grads=grads, stacks=stacks)
         return stacks
 
     @torch.no_grad()
@@ -179,3 +216,16 @@ class Optimizer:
 
     def _dtype(self, name: str) -> torch.dtype:
         return self.parameters[name].dtype
+
+
+def _moved(placed: _Placed, grads: list[int]) -> bool:
+    """Tell the stacks where gradients lie now; False if they lie otherwise in lines of memory."""
+    old = torch.tensor(placed.grads)
+    steps = torch.tensor(grads) - old
+    if bool((steps % LINE_BYTES).any()):
+        return False
+    starts, order = old.sort()
+    for stack in placed.stacks:
+        stack.move_gradients(starts, steps[order])
+    placed.grads = grads
+    return True

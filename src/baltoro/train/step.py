@@ -100,6 +100,7 @@ def train_step(
     ]
     router_norms = _router_grad_norms(learner)
     total_norm = clip_grad_norm_(gradients, max_norm=config.grad_clip)
+    plan = optimizer.plan()
     # the step waits for the device here, and once more in each of QK-Clip and balancing
     loss, mtp_loss, aux_loss, grad_norm, *norms = _to_host(
         [sums.loss, sums.mtp_loss, sums.aux_loss, total_norm, *router_norms.values()], device
@@ -123,7 +124,7 @@ def train_step(
         optimizer.zero_grad()
         return StepResult(numbers=numbers, is_skipped=True, is_spike=is_spike)
     learner.num_tokens += round(total_weight)
-    optimizer.step(lr)
+    optimizer.step(lr, plan)
     clips, logits = _clip_heads(learner, max_logits)
     numbers |= clips
     balances = {} if learner.balancer is None else learner.balancer.update()

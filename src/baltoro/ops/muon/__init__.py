@@ -11,9 +11,9 @@ from torch import Tensor
 
 from baltoro.ops.impl import ImplError, choose
 from baltoro.ops.muon.dense import DenseStack
-from baltoro.ops.muon.shared import MuonBlocks
+from baltoro.ops.muon.shared import LINE_BYTES, MuonBlocks
 
-__all__ = ["MuonBlocks", "Stack", "stack_of"]
+__all__ = ["LINE_BYTES", "MuonBlocks", "Stack", "stack_of"]
 
 
 class Stack(Protocol):
@@ -21,13 +21,20 @@ class Stack(Protocol):
 
     sides: tuple[int, int]  # short and long
     is_normed: bool  # directions are divided by their norm, plus `NORM_EPS`
-    is_placed: bool  # serves every step while its tensors stay where they are
+    is_placed: bool  # serves every step while weights and momenta stay where they are
 
     def directions(self, mu: float) -> Tensor:
         """Take the gradients into the momenta; `[N, short, long]`."""
 
     def update(self, orthogonal: Tensor, *, decay: float, rate: float) -> None:
         """Weights, and their rounded copies, from `orthogonal` `[N, short, long]`."""
+
+    def move_gradients(self, starts: Tensor, steps: Tensor) -> None:
+        """Read gradients elsewhere from now on, if `is_placed`.
+
+        `starts`, int64 and ascending, are the addresses of the parameters' gradients until now,
+        `steps` the bytes by which each has moved, multiples of `LINE_BYTES`.
+        """
 
 
 def _triton(entries: Sequence[MuonBlocks]) -> Stack:

@@ -52,6 +52,9 @@ class DenseStack:
             if copies:
                 torch._foreach_copy_(_flat(copies), weights)
 
+    def move_gradients(self, starts: Tensor, steps: Tensor) -> None:
+        raise AssertionError("a stack of lists holds its gradients")
+
 
 def _as_lists(group: Sequence[MuonBlocks]) -> list[list[MuonBlocks]]:
     """What lists of tensors must share beyond `alike` to be updated in one launch: a layout."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LINE_BYTES = 16  # what a thread reads at once
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MuonBlocks:

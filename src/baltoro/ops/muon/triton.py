@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baltoro.ops.impl import ImplError
-from baltoro.ops.muon.shared import MuonBlocks, alike
+from baltoro.ops.muon.shared import LINE_BYTES, MuonBlocks, alike
 from baltoro.ops.newton_schulz.shared import NORM_EPS
 from baltoro.ops.triton import cdiv, enqueue, padded_width, refuse_unserved
 
@@ -126,7 +126,8 @@ class _Group(NamedTuple):
 
     first: int
     last: int
-    table: Tensor  # int64 [N, 5]: four addresses and the entries between rows
+    table: Tensor  # int64 [N, 5]: four addresses and the entries between rows; on the host
+    placed: Tensor  # the same on the device
     sizes: dict[str, object]  # compile-time arguments that all kernels take
     is_tall: bool
     grad: tl.dtype
@@ -151,10 +152,10 @@ class PlacedStack:
 
     def directions(self, mu: float) -> Tensor:
         """bf16 `[N, short, long]`, normed."""
-        device = self._groups[0].table.device
+        device = self._groups[0].placed.device
         num_matrices = self._groups[-1].last
         stack = torch.empty(num_matrices, *self.sides, dtype=torch.bfloat16, device=device)
-        for first, last, table, sizes, is_tall, grad, _ in self._groups:
+        for first, last, _, table, sizes, is_tall, grad, _ in self._groups:
             grid = ((last - first) * self._num_tiles,)
             squares = torch.empty(*grid, dtype=torch.float32, device=device)
             enqueue(momentum_kernel, grid, table, squares, mu, G=grad, **sizes)
@@ -165,17 +166,23 @@ class PlacedStack:
         return stack
 
     def update(self, orthogonal: Tensor, *, decay: float, rate: float) -> None:
-        for first, last, table, sizes, is_tall, _, low in self._groups:
+        for first, last, _, table, sizes, is_tall, _, low in self._groups:
             enqueue(
                 update_kernel, ((last - first) * self._num_tiles,), table, orthogonal[first:last],
                 decay, rate, IS_TALL=is_tall, HAS_LOW=low is not None, L=low or tl.float32, **sizes,
             )  # fmt: skip
 
+    def move_gradients(self, starts: Tensor, steps: Tensor) -> None:
+        for index, group in enumerate(self._groups):
+            at = group.table[:, GRAD.value]
+            at += steps[torch.searchsorted(starts, at.contiguous(), right=True) - 1]
+            self._groups[index] = group._replace(placed=_on(group.placed.device, group.table))
+
 
 def _group_of(entries: Sequence[MuonBlocks], first: int) -> _Group:
     """A launch for entries that are alike; raises `ImplError` for what the kernels do not serve."""
     head = entries[0]
-    tables = []
+    rows = []
     for entry in entries:
         low = entry.weight if entry.low is None else entry.low
         tensors = (entry.weight, entry.momentum, entry.grad, low)
@@ -185,24 +192,28 @@ def _group_of(entries: Sequence[MuonBlocks], first: int) -> _Group:
                 f"muon: impl='triton' serves float32 weights and momenta, not {entry.weight.dtype} "
                 f"and {entry.momentum.dtype}"
             )
-        stride, row_stride, column_stride = entry.weight.stride()
-        if column_stride != 1 or {tensor.stride() for tensor in tensors} != {entry.weight.stride()}:
+        strides = entry.weight.stride()
+        if strides[2] != 1 or {tensor.stride() for tensor in tensors} != {strides}:
             raise ImplError(
                 "muon: impl='triton' serves tensors of one layout whose rows are contiguous, not "
                 f"strides {[tensor.stride() for tensor in tensors]}"
             )
-        steps = torch.arange(len(entry.weight)) * stride
-        row = [tensor.data_ptr() + steps * tensor.itemsize for tensor in tensors]
-        tables.append(torch.stack([*row, torch.full_like(steps, row_stride)], dim=1))
-    table = torch.cat(tables)
-    is_aligned = not bool((table[:, :4] % 16).any() or (table[:, 4] % 8).any())
-    if head.weight.is_cuda:
-        table = table.pin_memory().to(head.weight.device, non_blocking=True)
+        rows.append([*(tensor.data_ptr() for tensor in tensors), *strides[:2]])
+    count = torch.tensor([len(entry.weight) for entry in entries])
+    ends = count.cumsum(0)
+    of_matrix = torch.tensor(rows).repeat_interleave(count, dim=0)
+    place = torch.arange(int(ends[-1])) - (ends - count).repeat_interleave(count)
+    low = head.weight if head.low is None else head.low
+    sizes = [x.itemsize for x in (head.weight, head.momentum, head.grad, low)]
+    addresses = of_matrix[:, :4] + (place * of_matrix[:, 4])[:, None] * torch.tensor(sizes)
+    table = torch.cat([addresses, of_matrix[:, 5:]], dim=1)
+    is_aligned = not bool((addresses % LINE_BYTES).any() or (table[:, 4] % 8).any())
     R, C = head.weight.shape[1:]
     return _Group(
         first=first,
         last=first + len(table),
         table=table,
+        placed=_on(head.weight.device, table),
         sizes={
             "R": R,
             "C": C,
@@ -215,3 +226,7 @@ def _group_of(entries: Sequence[MuonBlocks], first: int) -> _Group:
         grad=_TYPES[head.grad.dtype],
         low=None if head.low is None else _TYPES[head.low.dtype],
     )
+
+
+def _on(device: torch.device, table: Tensor) -> Tensor:
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

@@ -17,7 +17,7 @@ from baltoro.ops.triton import cdiv, enqueue
 
 # of a program: rows, columns, and how much of a row is taken at once
 ROWS, COLUMNS, INNER = SQUARE_SIDE, 128, 64
-NUM_WARPS, NUM_STAGES = 8, 3
+NUM_WARPS, NUM_STAGES = 4, 3
 
 
 @triton.jit
