@@ -183,7 +183,9 @@ def test_other_head_dims(cut, key_dim, value_dim):
 
 @gpu
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("dtype", "dim"), [(torch.bfloat16, 128), (torch.float32, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.bfloat16, 128), (torch.float32, 64), (torch.float32, 128)]
+)
 def test_many_segments_err_no_more_than_twice_a_whole_scan(cut, dtype, dim, gate):
     batch = kda_inputs([2500, 300], gate=gate, num_heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
     exact = outcome(kda("torch"), batch.map(lambda x: x.double()))

@@ -184,7 +184,7 @@ def test_other_head_dims(key_dim, value_dim):
 
 @gpu
 @pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (16, 128)])
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (16, 128), (128, 128)])
 def test_fp32_is_nearly_exact(key_dim, value_dim, gate):
     batch = bf16_inputs(key_dim=key_dim, value_dim=value_dim, gate=gate, dtype=torch.float32)
     for bound in (BOUND, None):

@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from ops.hopper import resources
+from ops.hopper import machine_code, resources
 from ops.interpreted import assert_runs_interpreted, needs_interpreter
 from ops.pinned import on_every_device
+from ops.sass import lost_memory_descriptors
 
 from baltoro.ops.moe import few, pairs
 from baltoro.ops.triton import padded_width
@@ -147,4 +148,6 @@ def test_the_experts_of_few_tokens_compile_without_lost_registers(
         sizes = few._sizes(tile)
         num_warps = sizes.pop("num_warps")
         for kernel, own in ((few.gate_up_kernel, gate_up), (few.down_kernel, {"y": "*bf16"})):
-            assert resources(kernel, {**common, **own, **sizes}, num_warps).stack_bytes <= MAX_STACK
+            arguments = {**common, **own, **sizes}
+            assert resources(kernel, arguments, num_warps).stack_bytes <= MAX_STACK
+            assert not lost_memory_descriptors(machine_code(kernel, arguments, num_warps))
