@@ -59,7 +59,7 @@ def test_micro_batches_give_the_gradient_of_their_tokens_together():
 def gradients_after(learner, batches, monkeypatch):
     """Gradients of a step as the optimiser sees them."""
     with monkeypatch.context() as patch:
-        patch.setattr(Optimizer, "step", lambda self, lr: None)
+        patch.setattr(Optimizer, "step", lambda self, lr, plan: None)
         train_step(learner, batches, lr=1e-3)
     return {name: tensor.grad for name, tensor in learner.optimizer.parameters.items()}
 
@@ -278,7 +278,7 @@ def aux_learner(**changes):
 def test_the_auxiliary_loss_is_part_of_the_gradient_and_leaves_the_biases_at_zero(monkeypatch):
     """Its gradient is that of its formula, written out, over both micro-batches by their tokens."""
     batches = [tiny_batch(1, lengths=(20,)), tiny_batch(2, lengths=(6,))]
-    monkeypatch.setattr(Optimizer, "step", lambda self, lr: None)
+    monkeypatch.setattr(Optimizer, "step", lambda self, lr, plan: None)
     plain = learner_of(balancing="sign", sign_step_size=0.0, grad_clip=math.inf)
     aux = aux_learner(grad_clip=math.inf)
     train_step(plain, batches, lr=1e-3)
