@@ -12,8 +12,10 @@ outputs. With 0 a verification leaves state and window as they were; the tokens 
 stand in front of the next ones in the next call, and are kept there.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,93 +55,75 @@ class StatePool(NamedTuple):
     states: Tensor  # [slots, H, K, V] fp32 or bf16 (fp64 for fp64 inputs)
 
 
-class _Decode(Protocol):
-    def __call__(
-        self,
-        inputs: DecodeInputs,
-        weights: DecodeWeights,
-        pool: StatePool,
-        slots: Tensor,
-        cu_seqlens: Tensor | None,
-        num_kept: Tensor | None,
-        lower_bound: float | None,
-        norm_eps: float,
-        eps: float,
-    ) -> Tensor: ...
+def _composed(
+    inputs: DecodeInputs,
+    weights: DecodeWeights,
+    pool: StatePool,
+    slots: Tensor,
+    cu_seqlens: Tensor | None,
+    num_kept: Tensor | None,
+    lower_bound: float | None,
+    norm_eps: float,
+    eps: float,
+    *,
+    impl: str,
+) -> Tensor:
+    device = slots.device
+    bounds = list(range(len(slots) + 1))
+    if cu_seqlens is not None:
+        bounds = read_boundaries(cu_seqlens, len(inputs.projected))
+    live = [n for n, slot in enumerate(slots.tolist()) if slot != NULL_SLOT]
+    if not live:
+        return torch.zeros_like(inputs.gate_logits)
+    live_slots = slots[torch.tensor(live, device=device)].long()
+    windows, states = pool.windows[live_slots], pool.states[live_slots]
+    lengths = [bounds[n + 1] - bounds[n] for n in live]
 
-
-def _composed(impl: str) -> _Decode:
-    def run(
-        inputs: DecodeInputs,
-        weights: DecodeWeights,
-        pool: StatePool,
-        slots: Tensor,
-        cu_seqlens: Tensor | None,
-        num_kept: Tensor | None,
-        lower_bound: float | None,
-        norm_eps: float,
-        eps: float,
-    ) -> Tensor:
-        device = slots.device
-        bounds = list(range(len(slots) + 1))
-        if cu_seqlens is not None:
-            bounds = read_boundaries(cu_seqlens, len(inputs.projected))
-        live = [n for n, slot in enumerate(slots.tolist()) if slot != NULL_SLOT]
-        if not live:
-            return torch.zeros_like(inputs.gate_logits)
-        live_slots = slots[torch.tensor(live, device=device)].long()
-        windows, states = pool.windows[live_slots], pool.states[live_slots]
-        lengths = [bounds[n + 1] - bounds[n] for n in live]
-
-        def after(counts: list[int]) -> tuple[Tensor | slice, Tensor, Tensor, Tensor]:
-            """Tokens that are the first of each sequence, their o, windows and states behind."""
-            starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
-            tokens: Tensor | slice = slice(None)
-            if sum(counts) < len(inputs.projected):
-                spans = [
-                    torch.arange(bounds[n], bounds[n] + count)
-                    for n, count in zip(live, counts, strict=True)
-                ]
-                tokens = torch.cat(spans).to(device)
-            mixed, new_windows = short_conv(
-                inputs.projected[tokens],
-                weights.conv,
-                cu_seqlens=starts,
-                initial_state=windows,
-                impl=impl,
-            )
-            logits_THK = inputs.decay_logits[tokens]
-            H, K = logits_THK.shape[1:]
-            q, k, v = mixed.split([H * K, H * K, mixed.shape[1] - 2 * H * K], -1)
-            o, new_states = recurrent_kda(
-                l2_normalize(q.unflatten(-1, (H, K)), eps=eps, scale=K**-0.5),
-                l2_normalize(k.unflatten(-1, (H, K)), eps=eps),
-                v.unflatten(-1, (H, -1)),
-                log_decay(logits_THK, weights.A_log, weights.dt_bias, lower_bound=lower_bound),
-                torch.sigmoid(inputs.beta_logits[tokens].to(weights.A_log.dtype)),
-                cu_seqlens=starts,
-                initial_state=states.to(weights.A_log.dtype),
-                impl=impl,
-            )
-            return tokens, o, new_windows, new_states
-
-        tokens, o_THV, new_windows, new_states = after(lengths)
-        y_THV = gated_rms_norm(
-            o_THV, weights.norm, inputs.gate_logits[tokens], eps=norm_eps, impl=impl
+    def after(counts: list[int]) -> tuple[Tensor | slice, Tensor, Tensor, Tensor]:
+        """Tokens that are the first of each sequence, their o, windows and states behind."""
+        starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+        tokens: Tensor | slice = slice(None)
+        if sum(counts) < len(inputs.projected):
+            spans = [
+                torch.arange(bounds[n], bounds[n] + count)
+                for n, count in zip(live, counts, strict=True)
+            ]
+            tokens = torch.cat(spans).to(device)
+        mixed, new_windows = short_conv(
+            inputs.projected[tokens],
+            weights.conv,
+            cu_seqlens=starts,
+            initial_state=windows,
+            impl=impl,
         )
-        if isinstance(tokens, Tensor):
-            y_THV = torch.zeros_like(inputs.gate_logits).index_copy_(0, tokens, y_THV)
-        if num_kept is not None:
-            kept = num_kept.tolist()
-            for n, length in zip(live, lengths, strict=True):
-                if not 0 <= kept[n] <= length:
-                    raise ValueError(f"num_kept[{n}]={kept[n]}: must be from 0 to all {length}")
-            _, _, new_windows, new_states = after([kept[n] for n in live])
-        pool.windows[live_slots] = new_windows
-        pool.states[live_slots] = new_states.to(pool.states.dtype)
-        return y_THV
+        logits_THK = inputs.decay_logits[tokens]
+        H, K = logits_THK.shape[1:]
+        q, k, v = mixed.split([H * K, H * K, mixed.shape[1] - 2 * H * K], -1)
+        o, new_states = recurrent_kda(
+            l2_normalize(q.unflatten(-1, (H, K)), eps=eps, scale=K**-0.5),
+            l2_normalize(k.unflatten(-1, (H, K)), eps=eps),
+            v.unflatten(-1, (H, -1)),
+            log_decay(logits_THK, weights.A_log, weights.dt_bias, lower_bound=lower_bound),
+            torch.sigmoid(inputs.beta_logits[tokens].to(weights.A_log.dtype)),
+            cu_seqlens=starts,
+            initial_state=states.to(weights.A_log.dtype),
+            impl=impl,
+        )
+        return tokens, o, new_windows, new_states
 
-    return run
+    tokens, o_THV, new_windows, new_states = after(lengths)
+    y_THV = gated_rms_norm(o_THV, weights.norm, inputs.gate_logits[tokens], eps=norm_eps, impl=impl)
+    if isinstance(tokens, Tensor):
+        y_THV = torch.zeros_like(inputs.gate_logits).index_copy_(0, tokens, y_THV)
+    if num_kept is not None:
+        kept = num_kept.tolist()
+        for n, length in zip(live, lengths, strict=True):
+            if not 0 <= kept[n] <= length:
+                raise ValueError(f"num_kept[{n}]={kept[n]}: must be from 0 to all {length}")
+        _, _, new_windows, new_states = after([kept[n] for n in live])
+    pool.windows[live_slots] = new_windows
+    pool.states[live_slots] = new_states.to(pool.states.dtype)
+    return y_THV
 
 
 def _triton(
@@ -162,9 +146,9 @@ def _triton(
     )
 
 
-_IMPLS: dict[str, _Decode] = {
-    "reference": _composed("reference"),
-    "torch": _composed("torch"),
+_IMPLS: dict[str, Callable[..., Tensor]] = {
+    "reference": partial(_composed, impl="reference"),
+    "torch": partial(_composed, impl="torch"),
     "triton": _triton,
 }
 

@@ -6,7 +6,8 @@ The same function as those maps followed by `chunk_kda`; a kernel saves their tr
 `impl="triton"` no tensor's values are read, so it runs under CUDA graphs and `torch.compile`.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,51 +16,33 @@ from . import KdaOutput, chunk_kda
 from .gates import l2_normalize, log_decay
 
 
-class _Fused(Protocol):
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay_logits: torch.Tensor,
-        beta_logits: torch.Tensor,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        initial_state: torch.Tensor | None,
-        lower_bound: float | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def _composed(impl: str) -> _Fused:
-    def run(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        decay_logits: torch.Tensor,
-        beta_logits: torch.Tensor,
-        a_log: torch.Tensor,
-        dt_bias: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        initial_state: torch.Tensor | None,
-        lower_bound: float | None,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return chunk_kda(
-            l2_normalize(q, eps=eps, scale=q.shape[-1] ** -0.5),
-            l2_normalize(k, eps=eps),
-            v,
-            log_decay(decay_logits, a_log, dt_bias, lower_bound=lower_bound),
-            torch.sigmoid(beta_logits.to(a_log.dtype)),
-            cu_seqlens=cu_seqlens,
-            initial_state=initial_state,
-            chunk_size=_chunk_size(q),
-            gate_lower_bound=lower_bound,
-            impl=impl,
-        )
-
-    return run
+def _composed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay_logits: torch.Tensor,
+    beta_logits: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    lower_bound: float | None,
+    eps: float,
+    *,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return chunk_kda(
+        l2_normalize(q, eps=eps, scale=q.shape[-1] ** -0.5),
+        l2_normalize(k, eps=eps),
+        v,
+        log_decay(decay_logits, a_log, dt_bias, lower_bound=lower_bound),
+        torch.sigmoid(beta_logits.to(a_log.dtype)),
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        chunk_size=_chunk_size(q),
+        gate_lower_bound=lower_bound,
+        impl=impl,
+    )
 
 
 def _chunk_size(q: torch.Tensor) -> int:
@@ -95,9 +78,9 @@ def _triton(
     )  # fmt: skip
 
 
-_FUSED: dict[str, _Fused] = {
-    "reference": _composed("reference"),
-    "torch": _composed("torch"),
+_FUSED: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "reference": partial(_composed, impl="reference"),
+    "torch": partial(_composed, impl="torch"),
     "triton": _triton,
 }
 
