@@ -173,7 +173,7 @@ def test_the_second_gpu_is_used_alone(nano_dir: Path) -> None:
             texts.append(greedy(model, [5, 80, 33, 7], 20))
             assert str(model.lm_head.weight.device) == device
             torch.cuda.synchronize(device)
-        assert device == "cuda:0" or torch.cuda.memory_allocated(0) == others
+        assert device == "cuda:0" or torch.cuda.memory_allocated(0) <= others
     assert texts[0] == texts[1]
 
 

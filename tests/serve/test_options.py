@@ -8,14 +8,15 @@ import pytest
 
 from baltoro.cli import main
 from baltoro.serve import server as serving
+from baltoro.serve.listen import Listener
 from baltoro.serve.options import ServeOptions, ServerConfig
 from baltoro.serve.server import Server
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Server, dict[str, Any]]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Server, Listener]]:
     """The servers that would have been started, and how they would listen."""
-    found: list[tuple[Server, dict[str, Any]]] = []
+    found: list[tuple[Server, Listener]] = []
     servers: list[Server] = []
     create_app = serving.create_app
 
@@ -24,16 +25,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Server, dict[str, Any
         return create_app(server)
 
     monkeypatch.setattr(serving, "create_app", created)
-    monkeypatch.setattr(
-        serving.uvicorn, "run", lambda _, **options: found.append((servers[-1], options))
-    )
+    monkeypatch.setattr(Listener, "run", lambda self: found.append((servers[-1], self)))
     return found
 
 
 def test_every_option_arrives_where_it_is_meant(
     nano_dir: Path,
     tmp_path: Path,
-    started: list[tuple[Server, dict[str, Any]]],
+    started: list[tuple[Server, Listener]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     keys = tmp_path / "keys"
@@ -43,9 +42,9 @@ def test_every_option_arrives_where_it_is_meant(
     words += " --pool-tokens 4096 --host-bytes 1000000 --cold-states int8 --draft ngram"
     words += f" --api-key-file {keys}"
     assert main(["serve", str(nano_dir), *words.split()]) == 0
-    ((server, listens),) = started
+    ((server, listener),) = started
     engine = server.background.engine
-    assert (listens["host"], listens["port"]) == ("127.0.0.1", 7)
+    assert (listener.config.host, listener.config.port) == ("127.0.0.1", 7)
     limits = engine.config.scheduler
     assert (limits.max_running, limits.max_step_tokens) == (3, 99)
     assert limits.max_prefill_tokens == 198

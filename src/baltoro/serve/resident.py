@@ -153,7 +153,9 @@ class ResidentBatch:
                     self._compute(size)
             torch.cuda.current_stream(device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool), forked(self.model, device):
+            # torch's own stream for captures stays on the device of the first one
+            captured = torch.cuda.graph(graph, pool=pool, stream=stream)
+            with captured, forked(self.model, device):
                 logits_NW = self._compute(size)
             self._graphs[size] = (graph, logits_NW)
         self._captured = self._addresses()
