@@ -1,4 +1,4 @@
-"""What the Triton kernels of several operators share: refusals, registration, launches, sums."""
+"""What the Triton kernels of several operators share: refusals, registration, launches, memory."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -169,6 +169,9 @@ def enqueue_aligned(
     return True
 
 
+_quick_memory = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+
+
 def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]:
     """What gives unfilled memory of a shape, strides and a dtype on the device of `like`.
 
@@ -181,7 +184,7 @@ def allocator(like: Tensor) -> Callable[[tuple[int, ...], tuple[int, ...], torch
         and like.get_device() == torch._C._cuda_getDevice()
         and not torch.are_deterministic_algorithms_enabled()  # these fill fresh memory
     ):
-        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
+        return _quick_memory
     return partial(_empty_strided, like)
 
 

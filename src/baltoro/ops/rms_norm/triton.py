@@ -181,8 +181,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx, d_out):
         x, weight, gate_logits = ctx.saved_tensors
         d_x, d_weight, d_gate = _backward_operator(x, weight, gate_logits, d_out, ctx.eps)
+        op = "rms_norm" if gate_logits is None else "gated_rms_norm"
         gradients = (d_x, d_weight, None if gate_logits is None else d_gate)
-        return *last_gradients("rms_norm", gradients, d_out, x, weight, gate_logits), None
+        return *last_gradients(op, gradients, d_out, x, weight, gate_logits), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
