@@ -39,7 +39,8 @@ def test_the_interface_decides_names_parameters_and_order():
 def test_tools_of_other_origin_come_after_and_may_not_clash():
     extra = tool_of(nothing, name="extra")
     box = Harness(style("plain"), tools=[extra]).toolbox({"shell": nothing})
-    assert box.names == ["shell", "extra"]
+    names = [each["function"]["name"] for each in box.declarations()]
+    assert names == ["shell", "extra"]
     clash = Harness(style("plain"), tools=[tool_of(nothing, name="shell")])
     with pytest.raises(HarnessError, match="two are named 'shell'"):
         clash.toolbox({"shell": nothing})
