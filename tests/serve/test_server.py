@@ -29,6 +29,7 @@ from serve.api import (
 )
 
 from baltoro.model.model import Model
+from baltoro.serve.answer import ChatReader
 from baltoro.serve.background import Stream
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
@@ -272,6 +273,20 @@ def test_a_stream_that_runs_at_shutdown_comes_to_its_end(nano: Model) -> None:
     assert [line for line in lines if line][-1] == "data: [DONE]"
     assert sum('"logprob"' in line for line in lines) == 200
     assert not server.background.is_alive
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_fault_of_ours_ends_one_reply_with_an_error_and_no_more(
+    client: TestClient, server: Server, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(ChatReader, "feed", lambda *_: {}["/secret/path"])
+        text = post(client, stream=is_streamed, max_tokens=500).text
+    last = [line for line in text.splitlines() if line][-1].removeprefix("data: ")
+    error = json.loads(last)["error"]
+    assert error["type"] == "server_error" and "/secret" not in text
+    wait_until(lambda: server.background.engine.is_idle)
+    assert post(client).status_code == 200
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

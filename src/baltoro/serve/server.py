@@ -55,6 +55,7 @@ from baltoro.text.messages import PromptTooLong
 from baltoro.text.processor import Processor, Prompt
 
 log = logging.getLogger(__name__)
+FAULT = ApiError(500, "internal error")
 GONE = 499  # nobody reads this answer; it stands in logs
 PAGE = Path(__file__).with_name("page")
 PAGE_FILES = {  # path, file and type of the chat page
@@ -191,6 +192,10 @@ class Server:
         except ApiError as error:
             yield sse(error.body())
             return
+        except Exception:  # a fault of ours: the handlers of these have no say any more
+            log.exception("a stream failed")
+            yield sse(FAULT.body())
+            return
         finally:
             choices.cancel()
             self._running.pop(choices.id, None)
@@ -276,7 +281,7 @@ def create_app(server: Server) -> FastAPI:
 
     async def on_fault(_: Request, error: Exception) -> Response:
         log.error("a request failed", exc_info=error)
-        return JSONResponse(ApiError(500, "internal error").body(), 500)
+        return JSONResponse(FAULT.body(), FAULT.status)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
