@@ -1,9 +1,9 @@
 """`baltoro bench`: measure launch shapes on this GPU and keep the faster ones in the launch table.
 
-For every case (`tune_cases.py`: a kernel, a class of shapes, inputs of that class, candidates) the
-pinned shape is timed, then each candidate whose results agree with the pinned one's. The fastest
-replaces the pinned shape if it is faster by more than `MARGIN`, twice. Times are medians of replays
-of a CUDA graph with the cache flushed before each.
+For every case (`tune_cases.py`, `tune_layers.py`: a kernel, a class of shapes, inputs of that
+class, candidates) the pinned shape is timed, then each candidate whose results agree with the
+pinned one's. The fastest replaces the pinned shape if it is faster by more than `MARGIN`, twice.
+Times are medians of replays of a CUDA graph with the cache flushed before each.
 """
 
 import argparse
