@@ -7,6 +7,7 @@ own token. `impl="triton"` reads no values on the host, so it runs under CUDA gr
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,44 +20,43 @@ _Attend = Callable[[Tensor, Tensor, list[int], int, float], Tensor]
 _Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, int, float], Tensor]
 
 
-def _gathered(attend: _Attend) -> _Run:
-    def run(
-        q_latent: Tensor,
-        latents: Tensor,
-        page_table: Tensor,
-        lengths: Tensor,
-        cu_seqlens: Tensor | None,
-        max_tokens: int,
-        kv_lora_rank: int,
-        scale: float,
-    ) -> Tensor:
-        num_tokens, page_size = q_latent.shape[0], latents.shape[1]
-        bounds = list(range(len(lengths) + 1))
-        if cu_seqlens is not None:
-            bounds = read_boundaries(cu_seqlens, num_tokens)
-        out_THR = q_latent.new_zeros((*q_latent.shape[:2], kv_lora_rank))
-        for n, length in enumerate(lengths.tolist()):
-            tokens = slice(bounds[n], bounds[n + 1])
-            num_queries = bounds[n + 1] - bounds[n]
-            if num_queries == 0 or length == 0:
-                continue
-            capacity = page_table.shape[1] * page_size
-            if not num_queries <= length <= capacity or num_queries > max_tokens:
-                raise ValueError(
-                    f"paged_latent_attention: sequence {n} has {num_queries} queries and "
-                    f"lengths[{n}]={length}; expected at most max_tokens={max_tokens} queries, and "
-                    f"as many rows at least and {capacity} at most"
-                )
-            first, *others = page_table[n, : -(-length // page_size)].tolist()
-            # of one page nothing is copied
-            rows_LR = latents[[first, *others]].flatten(0, 1) if others else latents[first]
-            rows_LR = rows_LR[:length]
-            seen = list(range(length - num_queries + 1, length + 1))
-            rows_TLR = rows_LR.expand(num_queries, -1, -1)
-            out_THR[tokens] = attend(q_latent[tokens], rows_TLR, seen, kv_lora_rank, scale)
-        return out_THR
-
-    return run
+def _gathered(
+    q_latent: Tensor,
+    latents: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    cu_seqlens: Tensor | None,
+    max_tokens: int,
+    kv_lora_rank: int,
+    scale: float,
+    *,
+    attend: _Attend,
+) -> Tensor:
+    num_tokens, page_size = q_latent.shape[0], latents.shape[1]
+    bounds = list(range(len(lengths) + 1))
+    if cu_seqlens is not None:
+        bounds = read_boundaries(cu_seqlens, num_tokens)
+    out_THR = q_latent.new_zeros((*q_latent.shape[:2], kv_lora_rank))
+    for n, length in enumerate(lengths.tolist()):
+        tokens = slice(bounds[n], bounds[n + 1])
+        num_queries = bounds[n + 1] - bounds[n]
+        if num_queries == 0 or length == 0:
+            continue
+        capacity = page_table.shape[1] * page_size
+        if not num_queries <= length <= capacity or num_queries > max_tokens:
+            raise ValueError(
+                f"paged_latent_attention: sequence {n} has {num_queries} queries and "
+                f"lengths[{n}]={length}; expected at most max_tokens={max_tokens} queries, and "
+                f"as many rows at least and {capacity} at most"
+            )
+        first, *others = page_table[n, : -(-length // page_size)].tolist()
+        # of one page nothing is copied
+        rows_LR = latents[[first, *others]].flatten(0, 1) if others else latents[first]
+        rows_LR = rows_LR[:length]
+        seen = list(range(length - num_queries + 1, length + 1))
+        rows_TLR = rows_LR.expand(num_queries, -1, -1)
+        out_THR[tokens] = attend(q_latent[tokens], rows_TLR, seen, kv_lora_rank, scale)
+    return out_THR
 
 
 def _triton(
@@ -79,8 +79,8 @@ def _triton(
 
 
 _IMPLS: dict[str, _Run] = {
-    "reference": _gathered(reference.latent_attention),
-    "torch": _gathered(dense.latent_attention),
+    "reference": partial(_gathered, attend=reference.latent_attention),
+    "torch": partial(_gathered, attend=dense.latent_attention),
     "triton": _triton,
 }
 
