@@ -216,6 +216,22 @@ def test_a_picture_s_last_row_behind_a_cached_prefix_is_seen() -> None:
         assert written(sequence) == written(expected)
         logprobs = [[t.logprob for t in s.new_tokens] for s in (sequence, expected)]
         assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-5)
+    assert served.runner.missed_tokens["pictures"] > 0  # fixed rows have no room for them
+
+
+def test_text_behind_a_picture_is_read_in_fixed_rows() -> None:
+    model = made(tiny_k3(vision=VISION))
+    served = engine("resident", model, max_step_tokens=128)
+    features = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).double()
+    media = (MediaSpan(8, 9, b"a"),)
+    for count in (8, 20):
+        prompt = [*ids(8), 60, *ids(count, 1)]
+        one = request(prompt, 6, image_features=features, media=media)
+        missed = served.runner.missed_tokens["pictures"]
+        (sequence,) = served.generate([one])
+        assert written(sequence) == written(alone(model, one))
+        assert (served.runner.missed_tokens["pictures"] == missed) == (count == 20)
+    assert sequence.num_cached > 8
 
 
 @settings(max_examples=4)

@@ -250,7 +250,7 @@ class Runner:
         if self.packs is None:
             return False
         spans = _spans(works)
-        if any(work.sequence.request.image_features is not None for work in works):
+        if any(map(self._has_picture, works)):
             reason = "pictures"
         elif self.packs.shape_of(spans) is not None:
             return True
@@ -259,6 +259,13 @@ class Runner:
         self.missed_steps[reason] += 1
         self.missed_tokens[reason] += sum(work.end - work.start for work in works)
         return False
+
+    def _has_picture(self, work: Work) -> bool:
+        """Whether a row of a picture is among its new tokens."""
+        sequence, vision = work.sequence, self.model.config.vision
+        if vision is None or sequence.request.image_features is None:
+            return False
+        return vision.placeholder_token_id in sequence.tokens[work.start : work.stop]
 
     def _prefill(self, works: Series[Work]) -> Tensor:
         """Hidden states `[N, D]` of the rows to draw, from fixed rows."""
