@@ -74,6 +74,11 @@ def test_a_developer_speaks_as_the_system_does(client: TestClient) -> None:
         assert system[key] == developer[key]
 
 
+def test_a_system_message_may_declare_tools_and_say_nothing(client: TestClient) -> None:
+    messages = [{"role": "system", "tools": TOOLS}, *CHAT["messages"]]
+    assert post(client, messages=messages, max_tokens=2).status_code == 200
+
+
 def test_another_model_is_not_found(client: TestClient) -> None:
     for path, fields in (("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "a"})):
         got = post(client, path, model="gpt", **fields)

@@ -286,7 +286,8 @@ class ChatBody(_Body):
         for number, message in enumerate(self.messages):
             where = f"messages[{number}].content"
             content = message.get("content")
-            if content is None and message.get("role") in ("system", "user"):
+            is_needed = message.get("role") in ("system", "user") and not message.get("tools")
+            if content is None and is_needed:  # a system message may declare tools instead
                 raise _refused(where, "must be a string or a list of parts")
             for place, part in enumerate(content if isinstance(content, list) else ()):
                 kind = part.get("type") if isinstance(part, Mapping) else None
@@ -297,7 +298,7 @@ class ChatBody(_Body):
                     raise _refused(f"{where}[{place}].text", "must be a string")
 
     def _check_tool_results(self) -> None:
-        known: set[Any] = set()
+        known: set[str] = set()
         for number, message in enumerate(self.messages):
             calls = message.get("tool_calls")
             for call in calls if isinstance(calls, list) else ():
