@@ -66,6 +66,7 @@ def test_every_option_arrives_where_it_is_meant(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("--port 65536", "port=65536: must be 0"),
         ("--max-queued 0", "max_queued=0"),
         ("--max-prefill-tokens 99", "max_prefill_tokens=99: must be at least max_step_tokens=2048"),
         ("--max-queued-tokens 0", "max_queued_tokens=0"),

@@ -68,7 +68,12 @@ class ServeOptions:
     draft: Literal["ngram", "mtp"] | None = None
 
     def server_config(self, checkpoint: str) -> ServerConfig:
-        """The server's settings. Raises `ValueError` for a key file without keys."""
+        """The server's settings.
+
+        Raises `ValueError` for a key file without keys and a port that is none.
+        """
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port={self.port}: must be 0, for any that is free, to 65535")
         file = self.api_key_file
         keys = () if file is None else tuple(file.read_text().split())
         if file is not None and not keys:
