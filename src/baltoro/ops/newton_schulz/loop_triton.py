@@ -1,10 +1,15 @@
-"""The Newton-Schulz loop on an NVIDIA GPU for matrices of any size, products in bf16.
+"""The Newton-Schulz loop on an NVIDIA GPU for matrices of any size, products in bf16, in one launch.
 
     G = X X',   P = b G + c G G,   X <- a X + P X
 
 Sums are fp32 and every matrix is rounded to bf16 once, as in `dense.py`, but what is added to a
 product is read with it instead of being copied first, and of the symmetric G and P the tiles on and
 below the diagonal are computed and written twice.
+
+Launched one after another over many matrices the products would be bound by memory. So programs take
+tiles from one list: all steps of a few matrices, which the cache holds, then those of the next few.
+A tile waits until the tiles that it reads are counted as done. These stand before it in the list and
+were taken by programs that run, so that the wait ends however many programs run at once.
 """
 
 import torch
@@ -15,15 +20,17 @@ from torch import Tensor
 from baltoro.ops.newton_schulz.shared import COEFFICIENTS, SQUARE_SIDE
 from baltoro.ops.triton import cdiv, enqueue
 
-# of a program: rows, columns, and how much of a row is taken at once
-ROWS, COLUMNS, INNER = SQUARE_SIDE, 128, 64
+ROWS, COLUMNS, INNER = SQUARE_SIDE, 128, 64  # of a tile, and how much of a row is taken at once
 NUM_WARPS, NUM_STAGES = 4, 3
+PROGRAMS = 264  # two for each multiprocessor of an H200
+CACHE_BYTES = 40 * 2**20  # of it, which X twice, G and P of a few matrices may take
+GRAM, POLY, STEP = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # counters of a matrix
 
 
 @triton.jit
 def product(
-    x, y, rows, columns, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr,
-    Y_STRIDE: tl.constexpr, Y_STEP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    x, y, rows, columns, R: tl.constexpr, C: tl.constexpr, K: tl.constexpr,
+    Y_STEP: tl.constexpr, Y_STRIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """fp32 `[M, N]` of `x` `[R, K]` and `y` `[K, C]`, whose element (k, c) is at k Y_STEP +
@@ -34,7 +41,7 @@ def product(
         k = start + inner
         x_here = (rows < R)[:, None] & (k < K)[None, :]
         y_here = (k < K)[:, None] & (columns < C)[None, :]
-        left = tl.load(x + rows[:, None] * X_STRIDE + k[None, :], mask=x_here, other=0.0)
+        left = tl.load(x + rows[:, None] * K + k[None, :], mask=x_here, other=0.0)
         right = tl.load(
             y + k[:, None] * Y_STEP + columns[None, :] * Y_STRIDE, mask=y_here, other=0.0
         )
@@ -43,22 +50,17 @@ def product(
 
 
 @triton.jit
-def square_kernel(
-    x, out, scale, share,
-    R: tl.constexpr, K: tl.constexpr, HAS_SHARE: tl.constexpr, NUM_TILES: tl.constexpr,
+def square_tile(
+    x, out, tile, scale, share, R: tl.constexpr, K: tl.constexpr, HAS_SHARE: tl.constexpr,
     M: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`scale` X X' + `share` X of one matrix X `[R, K]`; the second term for a symmetric one."""
-    matrix = (tl.program_id(0) // NUM_TILES).to(tl.int64)
-    tile = tl.program_id(0) % NUM_TILES
+    """A tile of `scale` X X' + `share` X, X `[R, K]`; with the second term X is symmetric."""
     # tiles on and below the diagonal, row after row; 2 for 1 under the root, which is not exact
     i = ((tl.sqrt(8.0 * tile.to(tl.float32) + 2.0) - 1.0) * 0.5).to(tl.int32)
     j = tile - i * (i + 1) // 2
     rows = i * M + tl.arange(0, M)
     columns = j * M + tl.arange(0, M)
-    x += matrix * (R * K)
-    out += matrix * (R * R)
-    total = scale * product(x, x, rows, columns, R, R, K, K, K, 1, M, M, B, STAGES)
+    total = scale * product(x, x, rows, columns, R, R, K, 1, K, M, M, B, STAGES)
     is_here = (rows < R)[:, None] & (columns < R)[None, :]
     at = rows[:, None] * R + columns[None, :]
     if HAS_SHARE:
@@ -71,25 +73,84 @@ def square_kernel(
 
 
 @triton.jit
-def step_kernel(
-    poly, x, out, a,
-    R: tl.constexpr, C: tl.constexpr, NUM_TILES: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    B: tl.constexpr, STAGES: tl.constexpr,
+def step_tile(
+    poly, x, out, tile, a, R: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """`a` X + P X of one matrix."""
+    """A tile of `a` X + P X."""
     across: tl.constexpr = (C + N - 1) // N
-    matrix = (tl.program_id(0) // NUM_TILES).to(tl.int64)
-    tile = tl.program_id(0) % NUM_TILES
     rows = tile // across * M + tl.arange(0, M)
     columns = tile % across * N + tl.arange(0, N)
-    x += matrix * (R * C)
-    total = product(
-        poly + matrix * (R * R), x, rows, columns, R, C, R, R, 1, C, M, N, B, STAGES
-    )  # fmt: skip
+    total = product(poly, x, rows, columns, R, C, R, C, 1, M, N, B, STAGES)
     is_here = (rows < R)[:, None] & (columns < C)[None, :]
     at = rows[:, None] * C + columns[None, :]
     total += a * tl.load(x + at, mask=is_here, other=0.0).to(tl.float32)
-    tl.store(out + matrix * (R * C) + at, total.to(out.dtype.element_ty), mask=is_here)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=is_here)
+
+
+@triton.jit
+def wait(counter, needed):
+    """Until `needed` tiles are counted."""
+    seen = tl.atomic_add(counter, 0, sem="acquire")
+    while seen < needed:
+        seen = tl.atomic_add(counter, 0, sem="acquire")
+    tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["num_matrices", "steps", "group"])
+def loop_kernel(
+    x, even, odd, gram, poly, counters, num_matrices, steps, group, a, b, c,
+    R: tl.constexpr, C: tl.constexpr, SQUARES: tl.constexpr, TILES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, B: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles as long as there are any; step i writes `even` or `odd`, which the next one reads."""
+    per_step: tl.constexpr = 2 * SQUARES + TILES
+    total = num_matrices * steps * per_step
+    taken = tl.atomic_add(counters, 1)
+    while taken < total:
+        # groups, in a group steps, in a step the three products, in a product matrices
+        first = taken // (group * steps * per_step) * group
+        count = tl.minimum(group, num_matrices - first)
+        rest = taken - first * steps * per_step
+        step = rest // (count * per_step)
+        rest -= step * count * per_step
+        squares = count * SQUARES
+        if rest < 2 * squares:
+            at = rest % squares
+            matrix = (first + at // SQUARES).to(tl.int64)
+            tile = at % SQUARES
+            own = counters + 1 + matrix * 3
+            gram_of = gram + matrix * (R * R)
+            if rest < squares:
+                wait(own + STEP, step * TILES)
+                source = x
+                if step > 0:
+                    source = even if step % 2 == 1 else odd
+                square_tile(
+                    source + matrix * (R * C), gram_of, tile, 1.0, 0.0, R, C, False, M, B, STAGES
+                )
+                done = own + GRAM
+            else:
+                wait(own + GRAM, (step + 1) * SQUARES)
+                square_tile(gram_of, poly + matrix * (R * R), tile, c, b, R, R, True, M, B, STAGES)
+                done = own + POLY
+        else:
+            at = rest - 2 * squares
+            matrix = (first + at // TILES).to(tl.int64)
+            own = counters + 1 + matrix * 3
+            wait(own + POLY, (step + 1) * SQUARES)
+            source = x
+            if step > 0:
+                source = even if step % 2 == 1 else odd
+            target = even if step % 2 == 0 else odd
+            step_tile(
+                poly + matrix * (R * R), source + matrix * (R * C), target + matrix * (R * C),
+                at % TILES, a, R, C, M, N, B, STAGES,
+            )  # fmt: skip
+            done = own + STEP
+        tl.debug_barrier()
+        tl.atomic_add(done, 1, sem="release")
+        taken = tl.atomic_add(counters, 1)
 
 
 def newton_schulz_loop(x_BRC: Tensor, steps: int) -> Tensor:
@@ -97,22 +158,16 @@ def newton_schulz_loop(x_BRC: Tensor, steps: int) -> Tensor:
 
     Sides that are multiples of 8 are served well.
     """
-    a, b, c = COEFFICIENTS
     B, R, C = x_BRC.shape
     across = cdiv(R, ROWS)
-    num_squares, num_tiles = across * (across + 1) // 2, across * cdiv(C, COLUMNS)
     gram_BRR, poly_BRR = (x_BRC.new_empty(B, R, R) for _ in range(2))
-    sizes = {"M": ROWS, "B": INNER, "STAGES": NUM_STAGES, "num_warps": NUM_WARPS}
-    square = {"R": R, "NUM_TILES": num_squares, **sizes}
-    rooms = [torch.empty_like(x_BRC) for _ in range(min(2, steps))]
-    for step in range(steps):
-        out_BRC = rooms[step % 2]
-        grid = (B * num_squares,)
-        enqueue(square_kernel, grid, x_BRC, gram_BRR, 1.0, 0.0, K=C, HAS_SHARE=False, **square)
-        enqueue(square_kernel, grid, gram_BRR, poly_BRR, c, b, K=R, HAS_SHARE=True, **square)
-        enqueue(
-            step_kernel, (B * num_tiles,), poly_BRR, x_BRC, out_BRC, a, C=C, R=R,
-            NUM_TILES=num_tiles, N=COLUMNS, **sizes,
-        )  # fmt: skip
-        x_BRC = out_BRC
-    return x_BRC
+    even_BRC, odd_BRC = (torch.empty_like(x_BRC) for _ in range(2))
+    counters = torch.zeros(1 + 3 * B, dtype=torch.int32, device=x_BRC.device)
+    group = max(1, CACHE_BYTES // (2 * R * (R + C) * x_BRC.itemsize))
+    squares, tiles = across * (across + 1) // 2, across * cdiv(C, COLUMNS)
+    enqueue(
+        loop_kernel, (min(PROGRAMS, B * tiles),), x_BRC, even_BRC, odd_BRC, gram_BRR, poly_BRR,
+        counters, B, steps, group, *COEFFICIENTS, R=R, C=C, SQUARES=squares, TILES=tiles,
+        M=ROWS, N=COLUMNS, B=INNER, STAGES=NUM_STAGES, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return even_BRC if steps % 2 == 1 else odd_BRC
