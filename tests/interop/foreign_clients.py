@@ -1,6 +1,6 @@
 """Talks to a server with clients that others wrote, and prints what they understood as JSON.
 
-    python foreign_clients.py {openai,agents} ADDRESS
+    python foreign_clients.py {openai,agents,agents-streamed} ADDRESS
 
 Runs in the interop environment, where baltoro's own server is not needed.
 """
@@ -8,6 +8,7 @@ Runs in the interop environment, where baltoro's own server is not needed.
 import asyncio
 import json
 import sys
+from functools import partial
 from typing import Any, Literal
 
 import openai
@@ -80,7 +81,7 @@ def with_openai(address: str) -> dict[str, Any]:
     }
 
 
-def with_agents(address: str) -> dict[str, Any]:
+def with_agents(address: str, *, is_streamed: bool = False) -> dict[str, Any]:
     """An agent that must use its tool, and then says something."""
     set_tracing_disabled(True)
     asked: list[str] = []
@@ -99,7 +100,13 @@ def with_agents(address: str) -> dict[str, Any]:
     agent = Agent(name="forecaster", model=model, tools=[weather], model_settings=settings)
 
     async def run() -> dict[str, Any]:
-        outcome = await Runner.run(agent, "Weather?", max_turns=4)
+        outcome: Any
+        if is_streamed:
+            outcome = Runner.run_streamed(agent, "Weather?", max_turns=4)
+            async for _ in outcome.stream_events():
+                pass
+        else:
+            outcome = await Runner.run(agent, "Weather?", max_turns=4)
         return {
             "asked": asked,
             "items": [item.type for item in outcome.new_items],
@@ -110,5 +117,7 @@ def with_agents(address: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    talk = {"openai": with_openai, "agents": with_agents}[sys.argv[1]]
+    streamed = partial(with_agents, is_streamed=True)
+    ways = {"openai": with_openai, "agents": with_agents, "agents-streamed": streamed}
+    talk = ways[sys.argv[1]]
     json.dump(talk(sys.argv[2]), sys.stdout)

@@ -55,10 +55,11 @@ def test_the_openai_client_calls_tools_streams_and_reads_typed_answers(address: 
     assert got["refusal"] == "messages" and got["prompt_tokens"] > 0
 
 
+@pytest.mark.parametrize("way", ["agents", "agents-streamed"])
 def test_an_agent_of_openai_agents_uses_its_tool_and_answers(
-    address: str, server: Server, monkeypatch: pytest.MonkeyPatch
+    address: str, server: Server, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     script(server, monkeypatch, CALL, "It is mild.<|close|>response<|sep|><|close|>message<|sep|>")
-    got = talk("agents", address)
+    got = talk(way, address)
     assert got["asked"] == ["Bari"] and got["output"] == "It is mild."
     assert got["items"] == ["tool_call_item", "tool_call_output_item", "message_output_item"]
