@@ -1,46 +1,12 @@
 """The largest attention logit of every head, measured on a forward pass."""
 
-import itertools
-
 import torch
 from model.tiny import tiny_k3, tiny_kimi_linear
+from ops.test_largest import plain
 from train.batch import tiny_batch
 
 from baltoro.model.model import Model
-from baltoro.train import attention_logits
-from baltoro.train.attention_logits import largest_logits, record_max_logits
-
-
-def plain(q, k, bounds, scale):
-    best = torch.full((q.shape[1],), -torch.inf)
-    for start, end in itertools.pairwise(bounds):
-        for i in range(start, end):
-            for j in range(start, i + 1):
-                best = torch.maximum(best, scale * (q[i] * k[j]).sum(-1))
-    return best
-
-
-def test_the_maximum_runs_over_earlier_tokens_of_the_same_sequence(monkeypatch):
-    q, k = torch.randn(19, 3, 4), torch.randn(19, 3, 4)
-    bounds = [0, 7, 7, 19]
-    expected = plain(q, k, bounds, 0.5)
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    torch.testing.assert_close(largest_logits(q, k, cu_seqlens, scale=0.5), expected)
-    monkeypatch.setattr(attention_logits, "_BLOCK_ELEMENTS", {"cpu": 40})
-    torch.testing.assert_close(largest_logits(q, k, cu_seqlens, scale=0.5), expected)
-
-
-def test_the_next_token_s_key_does_not_count():
-    q = torch.tensor([10.0, 1.0, 1.0, 10.0, 1.0]).view(5, 1, 1)
-    k = torch.tensor([1.0, 10.0, 1.0, 1.0, 10.0]).view(5, 1, 1)
-    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
-    assert largest_logits(q, k, cu_seqlens, scale=1.0).tolist() == [10.0]
-
-
-def test_a_head_without_tokens_has_minus_infinity():
-    empty = torch.zeros(0, 2, 4)
-    cu_seqlens = torch.zeros(1, dtype=torch.int32)
-    assert largest_logits(empty, empty, cu_seqlens, scale=1.0).tolist() == [-torch.inf] * 2
+from baltoro.train.attention_logits import record_max_logits
 
 
 def test_the_queries_and_keys_are_those_the_layer_attends_with(monkeypatch):
@@ -51,7 +17,7 @@ def test_the_queries_and_keys_are_those_the_layer_attends_with(monkeypatch):
         for name, module in model.named_modules():
             if hasattr(module, "_expanded"):
                 spy(monkeypatch, module, name, batch, expected)
-        with record_max_logits(model) as found:
+        with record_max_logits(model, impl="torch") as found:
             out = model(batch.tokens, batch.cu_seqlens)
             if config.num_mtp_layers:
                 model.predict_next(batch.targets, out.mixture, batch.cu_seqlens)
@@ -79,7 +45,7 @@ def spy(monkeypatch, module, name, batch, expected):
 
 def test_nothing_is_left_on_the_model_afterwards():
     model, batch = Model(tiny_k3()), tiny_batch()
-    with record_max_logits(model) as found:
+    with record_max_logits(model, impl="torch") as found:
         pass
     model(batch.tokens, batch.cu_seqlens)
     assert found == {}

@@ -71,6 +71,22 @@ def test_a_replayed_step_leaves_the_gradients_of_its_own_batch():
 
 
 @pytest.mark.gpu
+def test_replayed_steps_measure_the_attention_logits_of_their_own_batch():
+    steps = [
+        [tiny_batch(seed, lengths=(200, 56)), tiny_batch(seed + 9, lengths=(56, 200))]
+        for seed in range(5)
+    ]
+    plain = losses_of(learner_of(qk_clip_every=1, max_logits_impl="torch"), steps)
+    learner = learner_of(qk_clip_every=1, use_cuda_graph=True)
+    captured = losses_of(learner, steps)
+    assert learner.graphs.num_captured == 1
+    for one, other in zip(plain, captured, strict=True):
+        name = "attention/max_logit"
+        assert other[name] == pytest.approx(one[name], rel=0.03)
+    assert len({numbers["attention/max_logit"] for numbers in captured}) > 1
+
+
+@pytest.mark.gpu
 def test_an_operator_that_waits_for_the_device_is_named_as_the_cause():
     learner = learner_of(use_cuda_graph=True, qk_clip_every=1000)
     impl = dataclasses.replace(learner.model.config.impl, cross_entropy="torch")

@@ -72,7 +72,11 @@ def pretrain_config(
         schedule=ScheduleConfig(
             kind=schedule, num_steps=num_steps, peak=peak, floor=peak / 10, warmup_fraction=0.01
         ),
-        step=StepConfig(qk_clip_every=10 if is_gpu else 5, recompute=rung.recompute),
+        step=StepConfig(
+            qk_clip_every=10 if is_gpu else 5,
+            max_logits_impl="triton" if is_gpu else "torch",
+            recompute=rung.recompute,
+        ),
         run=RunConfig(eval_every=look_up, save_every=look_up),
     )
 

@@ -37,6 +37,7 @@ class StepConfig:
     qk_clip_tau: float = 100.0  # K2's limit of an attention logit (`optim.qk_clip`)
     # the logits are measured, and clipped, in every so many steps: a clip may be that much late
     qk_clip_every: int = 1
+    max_logits_impl: str = "torch"  # of that measurement: torch, or triton on a GPU
 
     def __post_init__(self) -> None:
         require(self.grad_clip > 0, "step.grad_clip", self.grad_clip, "must be positive")

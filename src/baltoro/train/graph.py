@@ -6,7 +6,7 @@ captured, and from then on its inputs are copied into place and the launches rep
 up in the buffers that the first run left, so the optimizer finds them where it always does.
 
 Graphs share one memory pool, apart from that of eager steps: whatever runs eagerly beside them
-(steps that measure attention logits, batches with pictures) needs its activations once more.
+(batches with pictures) needs its activations once more.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,8 +30,10 @@ class DeviceBatch(NamedTuple):
 
 
 Losses = tuple[Tensor, ...]
-Run = Callable[[DeviceBatch], Losses]
-Key = tuple[int, int, int]
+Result = tuple[Losses, Mapping[str, Tensor]]  # and the largest attention logits, if measured
+Run = Callable[[DeviceBatch], Result]
+Kind = tuple[int, bool]  # positions of the step, and whether logits are measured
+Key = tuple[int, int, Kind]
 
 
 def device_batch(
@@ -57,7 +59,7 @@ def device_batch(
 class _Captured(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: DeviceBatch
-    losses: Losses
+    result: Result
 
 
 class StepGraphs:
@@ -71,45 +73,49 @@ class StepGraphs:
         self._captured: dict[tuple[torch.dtype, Key], _Captured] = {}
         self._pool: Any = None  # of the first graph, shared by all
 
+    @property
+    def num_captured(self) -> int:
+        return len(self._captured)
+
     def begin(self) -> None:
         """Zero gradients for a step, in the buffers of earlier ones if there are any."""
-        kept = self._gradients.get(self._kind(), {})
+        kept = self._gradients.get(self._dtype(), {})
         for name, parameter in self._parameters.items():
             parameter.grad = kept.get(name)
         for same in by_dtype(kept.values()):
             torch._foreach_zero_(same)
 
-    def run(self, run: Run, inputs: DeviceBatch, num_positions: int) -> Losses:
+    def run(self, run: Run, inputs: DeviceBatch, kind: Kind) -> Result:
         """`run(inputs)`, from the second time that a shape is seen as a graph.
 
         `run` may not read from the device, and depends on nothing but its inputs, what the model
-        holds and `num_positions`. Raises `RuntimeError` naming the setting if it does.
+        holds and `kind`. Raises `RuntimeError` naming the setting if it does.
         """
-        kind = self._kind()
-        key = (kind, (len(inputs.tokens), len(inputs.cu_seqlens), num_positions))
+        dtype = self._dtype()
+        key = (dtype, (len(inputs.tokens), len(inputs.cu_seqlens), kind))
         if key in self._captured:
             captured = self._captured[key]
             for place, value in zip(captured.inputs, inputs, strict=True):
                 place.copy_(value)
-        elif key not in self._seen or kind not in self._gradients:
+        elif key not in self._seen or dtype not in self._gradients:
             self._seen.add(key)
-            losses = run(inputs)
+            result = run(inputs)
             self._gradients.setdefault(
-                kind,
+                dtype,
                 {n: p.grad for n, p in self._parameters.items() if p.grad is not None},
             )
-            return losses
+            return result
         else:
             captured = self._captured[key] = self._capture(run, inputs)
         captured.graph.replay()
-        return captured.losses
+        return captured.result
 
     def _capture(self, run: Run, inputs: DeviceBatch) -> _Captured:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self._pool):
-                losses = run(inputs)
+                result = run(inputs)
         except RuntimeError as error:
             raise RuntimeError(
                 "step.use_cuda_graph=True: an operator of the model waits for the device, so the "
@@ -117,9 +123,9 @@ class StepGraphs:
                 "(`recipes.pretrain` with is_gpu) or set it to False"
             ) from error
         self._pool = self._pool or graph.pool()
-        return _Captured(graph, inputs, losses)
+        return _Captured(graph, inputs, result)
 
-    def _kind(self) -> torch.dtype:
+    def _dtype(self) -> torch.dtype:
         dtype = next(iter(self._parameters.values())).grad_dtype
         assert dtype is not None, "set by the step"
         return dtype

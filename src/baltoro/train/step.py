@@ -16,7 +16,6 @@ nothing: no weight, no momentum, no bias.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +61,7 @@ class _Sums:
     loss: Tensor
     mtp_loss: Tensor
     aux_loss: Tensor  # mean over layers
+    max_logits: dict[str, Tensor] = field(default_factory=dict)  # [H] by MLA mixer, if measured
 
 
 def train_step(
@@ -87,14 +87,10 @@ def train_step(
         aux_loss=torch.zeros((), device=device),
     )
     is_measured = learner.num_steps % config.qk_clip_every == 0
-    max_logits: Mapping[str, Tensor] = {}
     if learner.graphs is not None:
         learner.graphs.begin()
-    with ExitStack() as stack:
-        if is_measured:
-            max_logits = stack.enter_context(record_max_logits(model))
-        for batch in batches:
-            _accumulate(learner, batch, sums, is_measured=is_measured)
+    for batch in batches:
+        _accumulate(learner, batch, sums, is_measured=is_measured)
     gradients = [
         parameter.grad for parameter in optimizer.parameters.values() if parameter.grad is not None
     ]
@@ -125,7 +121,7 @@ def train_step(
         return StepResult(numbers=numbers, is_skipped=True, is_spike=is_spike)
     learner.num_tokens += round(total_weight)
     optimizer.step(lr, plan)
-    clips, logits = _clip_heads(learner, max_logits)
+    clips, logits = _clip_heads(learner, sums.max_logits)
     numbers |= clips
     balances = {} if learner.balancer is None else learner.balancer.update()
     grad_norms = dict(zip(router_norms, norms, strict=True))
@@ -182,18 +178,30 @@ def _accumulate(learner: Learner, batch: PackedBatch, sums: _Sums, *, is_measure
     """Forward and backward of one micro-batch; gradients add up in the parameters."""
     device = device_of(learner.model)
 
-    def run(inputs: DeviceBatch) -> Losses:
-        return _losses(learner, inputs, batch, sums.num_positions)
+    def run(inputs: DeviceBatch) -> tuple[Losses, Mapping[str, Tensor]]:
+        if not is_measured:
+            return _losses(learner, inputs, batch, sums.num_positions), {}
+        impl = learner.config.max_logits_impl
+        with record_max_logits(learner.model, impl=impl) as max_logits:
+            return _losses(learner, inputs, batch, sums.num_positions), max_logits
 
     if learner.graphs is None:
-        losses = run(device_batch(batch, sums.weight, device))
-    elif is_measured or batch.pixel_values is not None:
-        losses = run(device_batch(batch, sums.weight, device, is_padded=True))
+        losses, max_logits = run(device_batch(batch, sums.weight, device))
+    elif batch.pixel_values is not None or (
+        is_measured and learner.config.max_logits_impl == "torch"
+    ):
+        losses, max_logits = run(device_batch(batch, sums.weight, device, is_padded=True))
     else:
         inputs = device_batch(batch, sums.weight, device, is_padded=True)
-        losses = learner.graphs.run(run, inputs, sums.num_positions)
+        kind = (sums.num_positions, is_measured)
+        losses, max_logits = learner.graphs.run(run, inputs, kind)
     for total, loss in zip((sums.loss, sums.mtp_loss, sums.aux_loss), losses, strict=True):
         total += loss
+    for mixer, logits_H in max_logits.items():
+        known_H = sums.max_logits.get(mixer)
+        # a graph will write its own again
+        largest_H = logits_H.clone() if known_H is None else torch.maximum(known_H, logits_H)
+        sums.max_logits[mixer] = largest_H
 
 
 def _losses(

@@ -1,4 +1,4 @@
-"""The Newton-Schulz loop on an NVIDIA GPU for matrices of any size, products in bf16, in one launch.
+"""The Newton-Schulz loop on an NVIDIA GPU, for matrices of any size in bf16 and in one launch.
 
     G = X X',   P = b G + c G G,   X <- a X + P X
 
@@ -6,10 +6,10 @@ Sums are fp32 and every matrix is rounded to bf16 once, as in `dense.py`, but wh
 product is read with it instead of being copied first, and of the symmetric G and P the tiles on and
 below the diagonal are computed and written twice.
 
-Launched one after another over many matrices the products would be bound by memory. So programs take
-tiles from one list: all steps of a few matrices, which the cache holds, then those of the next few.
-A tile waits until the tiles that it reads are counted as done. These stand before it in the list and
-were taken by programs that run, so that the wait ends however many programs run at once.
+Launched one after another over many matrices the products would be bound by memory. So programs
+take tiles from one list: all steps of a few matrices, which the cache holds, then those of the next
+few. A tile waits until the tiles that it reads are counted as done. These stand before it in the
+list and were taken by programs that run, so the wait ends however many programs run at once.
 """
 
 import torch
