@@ -31,28 +31,30 @@ def adamw_step(
 
     Parameters that have had different numbers of updates may be mixed.
     """
-    if not weights:
-        return
     for state in states:
         state.num_steps += 1
-    means = [state.mean for state in states]
-    squares = [state.square for state in states]
-    grads = _as_dtypes_of(means, grads)
-    torch._foreach_lerp_(means, grads, 1.0 - config.beta1)
-    torch._foreach_mul_(squares, config.beta2)
-    torch._foreach_addcmul_(squares, grads, grads, value=1.0 - config.beta2)
-    denominators = torch._foreach_sqrt(squares)
-    torch._foreach_div_(
-        denominators, [(1.0 - config.beta2**state.num_steps) ** 0.5 for state in states]
-    )
-    torch._foreach_add_(denominators, config.eps)
-    torch._foreach_mul_(weights, 1.0 - lr * weight_decay)
-    torch._foreach_addcdiv_(
-        weights,
-        means,
-        denominators,
-        [-lr / (1.0 - config.beta1**state.num_steps) for state in states],
-    )
+    kinds: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for place, (weight, state) in enumerate(zip(weights, states, strict=True)):
+        kinds.setdefault((state.num_steps, weight.dtype, weight.device), []).append(place)
+    wide = _as_dtypes_of([state.mean for state in states], grads)
+    for (num_steps, _, device), places in kinds.items():
+        # which a kernel takes from memory, so that it can be told by the device
+        count = torch.full((), float(num_steps), device=device)
+        torch._fused_adamw_(
+            [weights[place] for place in places],
+            [wide[place] for place in places],
+            [states[place].mean for place in places],
+            [states[place].square for place in places],
+            [],
+            [count] * len(places),
+            lr=lr,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            weight_decay=weight_decay,
+            eps=config.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _as_dtypes_of(means: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
