@@ -37,10 +37,10 @@ def _torch(q_THK: Tensor, k_THK: Tensor, cu_seqlens: Tensor, scale: float) -> Te
 
 def _triton(q_THK: Tensor, k_THK: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
     try:
-        from .largest_triton import largest_logits
+        from . import largest_triton
     except ModuleNotFoundError as error:
         raise ImplError(f"largest_logits: impl='triton' needs triton ({error})") from error
-    return largest_logits(q_THK, k_THK, cu_seqlens, scale)
+    return largest_triton.largest_logits(q_THK, k_THK, cu_seqlens, scale)
 
 
 _IMPLS = {"torch": _torch, "triton": _triton}
