@@ -8,8 +8,9 @@ below the diagonal are computed and written twice.
 
 Launched one after another the products of many matrices go through memory, and those of a few fill
 no GPU. So programs take tiles from one list: all steps of a few matrices, which the cache holds,
-then those of the next few. A tile waits until the tiles that it reads are counted as done. These stand before it in the
-list and were taken by programs that run, so the wait ends however many programs run at once.
+then those of the next few. A tile waits until the tiles that it reads are counted as done. These
+stand before it in the list and were taken by programs that run, so the wait ends however many
+programs run at once.
 """
 
 import torch
