@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -93,6 +94,50 @@ def test_prompts_without_a_pack_are_counted_by_what_they_lack(
     text = Metrics().text(served)
     assert 'baltoro:unpacked_prefill_steps_total{reason="rows"} 1' in text
     assert 'baltoro:unpacked_prefill_tokens_total{reason="sequences"} 15' in text
+
+
+def test_graphs_are_freed_before_others_are_made() -> None:
+    packs = engine("resident", max_step_tokens=64).runner.packs
+    assert packs is not None
+    (cache, *_) = packs._caches.values()
+
+    class Graph:
+        def replay(self) -> object:
+            return cache  # as a pause for attention does
+
+    graph = Graph()
+    held = weakref.ref(graph)
+    cache.steps = [graph.replay]
+    del graph
+    assert held() is not None
+    packs.drop_graphs()
+    assert held() is None
+
+
+@pytest.mark.gpu
+def test_graphs_are_made_anew_for_other_weights_while_cycles_are_looked_for() -> None:
+    config = four_layers_of_small()
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Model(replace(config, impl=gpu_impl(config))).eval()
+    model.cast(torch.bfloat16)
+    limits = SchedulerConfig(max_running=3, max_step_tokens=600)
+    served = Engine(model, EngineConfig(decode="resident", pool_tokens=8192, scheduler=limits))
+    wanted = [request(ids(count, count), 12) for count in (100, 128, 300)]
+    expected = [written(sequence) for sequence in served.generate(wanted)]
+
+    def moved(model: Model) -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(50, 2, 2)
+    try:
+        for version in ("1", "2"):
+            served.update_weights(version, moved)
+            assert [written(sequence) for sequence in served.generate(wanted)] == expected
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def gaps_to_a_forward_pass(model: Model, served: Engine) -> list[float]:

@@ -10,6 +10,7 @@ CPU the same rows go through the same call, without graphs.
 G is the groups of KDA layers that share a page.
 """
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -191,6 +192,7 @@ class PrefillBatch:
         self.is_ready = device.type != "cuda"
         if self.is_ready:
             return
+        self.drop_graphs()
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
@@ -207,6 +209,15 @@ class PrefillBatch:
                 cache.steps, cache.recorder = cache.recorder.steps, None
         torch.cuda.current_stream(device).wait_stream(stream)
         self.is_ready = True
+
+    def drop_graphs(self) -> None:
+        """Free all graphs, and those of engines that are gone.
+
+        One that is freed while another is captured, whenever Python looks for cycles, spoils that.
+        """
+        for cache in self._caches.values():
+            cache.steps.clear()  # they lead back to the cache
+        gc.collect()
 
     @torch.inference_mode()
     def run(self, spans: Sequence[Span], tokens_of: Callable[[Piece], Sequence[int]]) -> Prefilled:

@@ -9,6 +9,7 @@ through the same model call, without a graph.
 G is the groups of KDA layers that share a page, P the pages of a sequence.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
@@ -142,6 +143,7 @@ class ResidentBatch:
                 "which a CUDA graph cannot; use kernels (impl 'triton') or decode='eager'"
             )
         self._graphs = {}
+        gc.collect()  # a graph of an engine that is gone, freed during a capture, would spoil it
         for tensor in (self.tokens, self.positions, self.is_used, self.slots, self.page_table):
             tensor.zero_()
         pool = torch.cuda.graph_pool_handle()
