@@ -159,7 +159,7 @@ KEYS_OF_LAYERS = {
 def test_every_class_of_layers_is_pinned_and_no_other():
     dtypes, widths = ("bf16", "fp32"), [f"w{512 << i}" for i in range(5)]
     rings = ["w768", "w1024", "w2048", "w4096", "wider"]
-    means = ["single", "t2", "t6", "t12", "t28", "t40", "more"]
+    means = ["single", "t2", "t6", "t12", "t28", "t40", "t64", "more"]
     classes = dict.fromkeys(("attn_res_forward", "attn_res_backward"), widths)
     classes |= dict.fromkeys(("attn_res_ring_forward", "attn_res_ring_backward"), rings)
     classes |= dict.fromkeys(("kda_prep", "kda_row_gradients", "kda_gradients"), dtypes)

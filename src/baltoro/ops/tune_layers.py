@@ -207,7 +207,7 @@ def decode_case(
 def moe_cases(device: torch.device) -> Iterator[Callable[[], Case]]:
     """Weights of bf16 as `small` has them, packed ones as K3."""
     for sizes, is_packed in ((SMALL_EXPERTS, False), (K3_EXPERTS, True)):
-        for mean in (None, 2, 6, 12, 28, 40, 96):
+        for mean in (None, 2, 6, 12, 28, 40, 64, 128):
             yield partial(moe_case, sizes, is_packed, mean, device)
 
 
@@ -227,7 +227,7 @@ def moe_case(
         experts: list[Any] = [_packed(shape, device) for shape in shapes]
     else:
         experts = [normal(*shape, device=device) * shape[-1] ** -0.5 for shape in shapes]
-    kind = "single" if mean is None else "more" if mean > 40 else f"t{mean}"
+    kind = "single" if mean is None else "more" if mean > 64 else f"t{mean}"
     return Case(
         kernel="moe_few",
         shape_class=f"{'mxfp4' if is_packed else 'bf16'} {kind}",
