@@ -31,14 +31,7 @@ from baltoro.ops.mxfp4 import GROUP_SIZE, Mxfp4Tensor
 from baltoro.ops.triton import cdiv, enqueue
 
 GROUP = tl.constexpr(GROUP_SIZE)
-MEANS = (
-    2,
-    6,
-    12,
-    28,
-    40,
-    64,
-)  # most tokens that an expert has in the mean, of a class; one has more
+MEANS = (2, 6, 12, 28, 40, 64)  # most tokens of an expert in the mean, by class
 MAX_MEAN_TOKENS = 256  # of an expert: with more, products of bf16 weights are grouped ones
 
 # four bytes b0 to b3 to their low codes ($0, $1) and their high codes ($2, $3), each times 2^126;
