@@ -290,7 +290,7 @@ def test_the_reference_gives_the_biases_of_the_fast_form_to_within_a_bin() -> No
     found = []
     for impl in ("torch", "reference"):
         torch.manual_seed(0)
-        balancer = QuantileBalancer(biases(), num_experts_per_token=K, impl=impl)
+        balancer = QuantileBalancer(biases(), num_experts_per_token=K, impl=impl, counts_impl=impl)
         for layer in LAYERS:
             balancer.observe(layer, skewed(500), phase="train")
         balancer.update()

@@ -131,11 +131,13 @@ class QuantileBalancer:
         ema: float = 0.0,
         all_reduce: AllReduce = identity,
         impl: str = "torch",
+        counts_impl: str = "torch",
     ) -> None:
         """`biases` maps a layer's name to its fp32 bias buffer `[E]`, which updates write.
 
         `ema` is the weight of the old bias in the new one (0: the report's form). `all_reduce` sums
-        an int32 vector over the ranks that hold other tokens of the step.
+        an int32 vector over the ranks that hold other tokens of the step. `counts_impl` is that of
+        `margin_counts`, `impl` that of `histogram_bias`.
         """
         if num_bins < 1:
             raise ValueError(f"num_bins={num_bins}: must be at least 1")
@@ -146,6 +148,7 @@ class QuantileBalancer:
         self.ema = ema
         self.all_reduce = all_reduce
         self.impl = impl
+        self.counts_impl = counts_impl
         self.counts = StepCounts(biases, num_bins=num_bins, top_k=num_experts_per_token)
 
     @torch.no_grad()
@@ -165,7 +168,7 @@ class QuantileBalancer:
             num_experts_per_token=self.top_k,
             num_bins=self.counts.histograms[layer].shape[1],
             mask=mask,
-            impl=self.impl,
+            impl=self.counts_impl,
         )
         self.counts.histograms[layer] += found.histogram
         self.counts.loads[layer] += found.loads

@@ -143,7 +143,13 @@ def _balancer(model: Model, config: StepConfig) -> Balancer:
         biases[layer] = model.get_buffer(f"{layer}.block_sparse_moe.gate.expert_bias")
     top_k = moe.num_experts_per_token
     if config.balancing == "quantile":
-        return QuantileBalancer(biases, num_experts_per_token=top_k, ema=config.balance_ema)
+        return QuantileBalancer(
+            biases,
+            num_experts_per_token=top_k,
+            ema=config.balance_ema,
+            # a router in Triton gives its scores where these counts are taken in Triton too
+            counts_impl="triton" if model.config.impl.route == "triton" else "torch",
+        )
     if config.balancing == "aux":
         # counts loads and leaves the biases at zero: the loss alone balances
         return SignBalancer(biases, num_experts_per_token=top_k, step_size=0.0)

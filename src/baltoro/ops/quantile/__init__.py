@@ -15,10 +15,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baltoro.ops.impl import choose
+from baltoro.ops.impl import ImplError, choose
 from baltoro.ops.quantile import dense, reference
 
-_COUNTS = {"reference": reference.margin_counts, "torch": dense.margin_counts}
+
+def _triton(
+    scores: Tensor, bias: Tensor, top_k: int, num_bins: int, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    try:
+        from .triton import margin_counts
+    except ModuleNotFoundError as error:
+        raise ImplError(f"margin_counts: impl='triton' needs triton ({error})") from error
+    return margin_counts(scores, bias, top_k, num_bins, mask)
+
+
+_COUNTS = {"reference": reference.margin_counts, "torch": dense.margin_counts, "triton": _triton}
 _BIAS = {"reference": reference.histogram_bias, "torch": dense.histogram_bias}
 
 
