@@ -9,6 +9,7 @@ Graphs share one memory pool, apart from that of eager steps: whatever runs eage
 (batches with pictures) needs its activations once more.
 """
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -111,6 +112,7 @@ class StepGraphs:
         return captured.result
 
     def _capture(self, run: Run, inputs: DeviceBatch) -> _Captured:
+        gc.collect()  # a graph of another learner, freed in the middle, would spoil the capture
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         try:

@@ -185,11 +185,10 @@ def _accumulate(learner: Learner, batch: PackedBatch, sums: _Sums, *, is_measure
         with record_max_logits(learner.model, impl=impl) as max_logits:
             return _losses(learner, inputs, batch, sums.num_positions), max_logits
 
+    waits = is_measured and learner.config.max_logits_impl == "torch"
     if learner.graphs is None:
         losses, max_logits = run(device_batch(batch, sums.weight, device))
-    elif batch.pixel_values is not None or (
-        is_measured and learner.config.max_logits_impl == "torch"
-    ):
+    elif batch.pixel_values is not None or waits:
         losses, max_logits = run(device_batch(batch, sums.weight, device, is_padded=True))
     else:
         inputs = device_batch(batch, sums.weight, device, is_padded=True)
