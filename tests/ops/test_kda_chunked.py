@@ -17,6 +17,7 @@ from ops.harness import (
     poisoned_memory,
     relative_error,
 )
+from torch.utils.checkpoint import checkpoint
 
 from baltoro.ops.kda import KdaOutput, chunk_kda, chunked, recurrent_kda
 
@@ -117,6 +118,19 @@ def test_blocks_of_one_step_and_of_all_steps_agree(
         results.append(outcome(scheme, batch))
     for name, x in results[0].items():
         assert relative_error(x, results[1][name]) < 1e-14, name
+
+
+@every_scheme
+def test_a_form_in_blocks_may_be_recomputed(scheme: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_CPU_BLOCK", 1)
+    batch = kda_inputs([200, 64])
+
+    def recomputed(batch: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        return checkpoint(scheme, batch, use_reentrant=False)
+
+    expected = outcome(scheme, batch)
+    for name, x in outcome(recomputed, batch).items():
+        assert torch.equal(x, expected[name]), name
 
 
 @every_scheme

@@ -292,23 +292,6 @@ def test_it_compiles_into_one_graph_with_its_backward(name):
         assert torch.equal(a, b)
 
 
-def assert_no_second_derivative(op: Op, leaves: list[Tensor]) -> None:
-    """By no input, nor by the output's gradient, though all are differentiable otherwise too."""
-    for index in range(len(leaves) + 1):
-        out = op("triton", *leaves)
-        inputs = [*leaves, torch.ones_like(out).requires_grad_()]
-        grads = torch.autograd.grad(out, leaves, inputs[-1], create_graph=True)
-        total = sum(x.float().square().sum() for x in (*grads, *inputs))
-        with pytest.raises(ImplError, match="impl='triton' has no second derivatives"):
-            torch.autograd.grad(total, inputs[index])
-
-
-@gpu
-@every_op
-def test_second_derivatives_are_refused(name):
-    assert_no_second_derivative(OPS[name][0], leaves_of(name))
-
-
 @gpu
 @pytest.mark.parametrize("name", ["attn_res_mix", "rms_norm", "situ_glu"])
 def test_the_last_rows_of_more_numbers_than_an_int32_counts_are_right(name):

@@ -60,39 +60,9 @@ for lengths, width in (([1], 4), ([1, 1, 1], 2), ([0, 2, 0, 5], 3), ([37, 1, 20]
 """
 
 
-SECOND = """
-import torch
-from ops.earned import randn
-from ops.test_pointwise_triton import OPS, assert_no_second_derivative
-from baltoro.ops import launch_table
-from baltoro.ops.short_conv import short_conv
-
-launch_table.pinned()["portable"]["cross_entropy_gradient"]["fp32 w32768"] = {
-    "block": 32, "num_warps": 4
-}
-bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
-
-
-def conv(impl, x, weight, state):
-    out = short_conv(x, weight, cu_seqlens=bounds, initial_state=state, impl=impl)
-    return torch.cat([part.flatten() for part in out])
-
-
-cases = {**OPS, "short_conv": (conv, [randn(5, 8), randn(8, 4), randn(2, 8, 3)])}
-for op, tensors in cases.values():
-    leaves = [(x if x.dim() == 1 else x[:9]).float().requires_grad_() for x in tensors]
-    assert_no_second_derivative(op, leaves)
-"""
-
-
 @needs_interpreter
 def test_the_kernels_are_exact_in_the_interpreter():
     assert_runs_interpreted(INTERPRETED)
-
-
-@needs_interpreter
-def test_second_derivatives_are_refused():
-    assert_runs_interpreted(SECOND)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,10 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from baltoro.ops.impl import ImplError
 from baltoro.ops.triton import (
     allocator,
     as_operator,
     enqueue,
-    last_gradients,
     record,
     unfilled_like,
 )
@@ -191,32 +189,6 @@ def test_a_recorded_function_is_differentiated_and_traced():
 def test_a_recorded_function_that_knows_no_transform_is_refused_under_one():
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(lambda x: record(Cube, x, 2.0))(torch.tensor(1.0))
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x)
-        return x * x + y
-
-    @staticmethod
-    def backward(ctx, d_out):
-        x = ctx.saved_tensors[0]
-        return last_gradients("square", (2 * x.detach() * d_out.detach(), None), d_out, x, None)
-
-
-@pytest.mark.parametrize("name", ["x", "d_out"])
-def test_a_second_derivative_by_any_input_is_refused_and_the_first_is_not(name):
-    leaves = {"x": torch.arange(3.0), "d_out": torch.ones(3)}
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    x, d_out = leaves.values()
-    (d_x,) = torch.autograd.grad(record(Square, x, torch.ones(3)), x, d_out, create_graph=True)
-    assert torch.equal(d_x, 2 * x)
-    # it would be silent where something else depends on the same tensor
-    total = d_x.sum() + leaves[name].square().sum()
-    with pytest.raises(ImplError, match="square: impl='triton' has no second derivatives"):
-        torch.autograd.grad(total, leaves[name])
 
 
 def assert_fresh(x: Tensor, like: Tensor) -> None:

@@ -70,35 +70,6 @@ def record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
-class _Last(torch.autograd.Function):
-    """The first `num` tensors as they are; to differentiate them by any of all is refused."""
-
-    @staticmethod
-    def forward(ctx, op, num, *tensors):
-        ctx.op = op
-        return tensors[:num]
-
-    @staticmethod
-    def backward(ctx, *d_tensors):
-        raise ImplError(
-            f"{ctx.op}: impl='triton' has no second derivatives; impl='reference' has them"
-        )
-
-
-def last_gradients(
-    op: str, gradients: Sequence[Tensor | None], *inputs: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """What a backward pass returns, its `gradients`, which have none of their own by its `inputs`.
-
-    Where torch records the pass (`create_graph`), a derivative of them raises `ImplError`; they
-    would pass for constants otherwise. Compiled graphs refuse a second pass themselves.
-    """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return tuple(gradients)
-    refused: tuple[Tensor | None, ...] = _Last.apply(op, len(gradients), *gradients, *inputs)
-    return refused
-
-
 _compiled: dict[tuple[object, ...], tuple[Any, Any, Any, tuple[object, ...]]] = {}
 
 

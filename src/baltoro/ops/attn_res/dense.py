@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from baltoro.ops.blocks import token_blocks
+from baltoro.ops.derivatives import no_second_derivatives
 
 
 def attn_res_mix(
@@ -71,9 +71,9 @@ class _AttnResMix(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        norm_weight, proj_weight, query, rstd, scores, probs, *sources = ctx.saved_tensors
+    @no_second_derivatives("attn_res: impl='torch'")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor | None, ...]:
+        norm_weight, proj_weight, query, rstd, scores, probs, *sources = saved
         high, width = query.dtype, query.shape[0]
         d_sources = [torch.empty_like(source) for source in sources]
         d_query = torch.zeros_like(query)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..derivatives import no_second_derivatives
 from ..launch_table import derived, launch, width_class
 from ..triton import (
     add_pairs,
@@ -27,7 +28,6 @@ from ..triton import (
     cdiv,
     enqueue,
     enqueue_aligned,
-    last_gradients,
     padded_width,
     record,
     refuse_unserved,
@@ -339,11 +339,11 @@ class _AttnResMix(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, d_out):
-        norm_weight, proj_weight, stats, *sources = ctx.saved_tensors
-        inputs = (*sources, norm_weight, proj_weight)
+    @no_second_derivatives("attn_res: impl='triton'")
+    def backward(ctx, saved, d_out):
+        norm_weight, proj_weight, stats, *sources = saved
         grads = _backward_operator(sources, norm_weight, proj_weight, stats, d_out.contiguous())
-        return None, *last_gradients("attn_res", grads, d_out, *inputs)
+        return None, *grads
 
 
 def attn_res_mix(

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..derivatives import no_second_derivatives
 
 _TILE_BYTES = 16 * 2**20  # logits of one tile
 _TILE_TOKENS = 4096  # tokens of one tile at most
@@ -60,9 +61,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return lse - target_logit
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, lse = ctx.saved_tensors
+    @no_second_derivatives("cross_entropy: impl='torch'")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse = saved
         d_hidden = torch.zeros(hidden.shape, dtype=lse.dtype, device=hidden.device)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         vocab_ranges, token_ranges = _tiles(hidden, weight)

@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..derivatives import no_second_derivatives
 from ..launch_table import Launch, dtype_class, launch, width_class
-from ..triton import as_operator, cdiv, enqueue, last_gradients, refuse_unserved
+from ..triton import as_operator, cdiv, enqueue, refuse_unserved
 
 RANGE_NUMBERS = 2**28  # logits of a range
 
@@ -108,7 +109,6 @@ def _forward_outputs(hidden, weight, targets, ignore_index):
 _forward_operator = as_operator("linear_cross_entropy_forward", _forward, _forward_outputs)
 
 
-@torch.no_grad()  # torch refuses to record products into given memory
 def _backward(
     hidden: Tensor,
     weight: Tensor,
@@ -153,12 +153,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx, d_losses):
-        hidden, weight, targets, lse = ctx.saved_tensors
-        gradients = _backward_operator(
-            hidden, weight, targets, lse, d_losses.contiguous(), ctx.ignore_index
-        )
-        return *last_gradients("cross_entropy", gradients, d_losses, hidden, weight), None, None
+    @no_second_derivatives("cross_entropy: impl='triton'")
+    def backward(ctx, saved, d_losses):
+        gradients = _backward_operator(*saved, d_losses.contiguous(), ctx.ignore_index)
+        return *gradients, None, None
 
 
 def linear_cross_entropy(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..derivatives import no_second_derivatives
 from .inverse import unit_lower_inverse
 from .layout import ChunkLayout, chunk_layout
 from .pairs import pair_gradients, pair_products, state_gradients
@@ -80,15 +81,22 @@ class _ChunkKda(torch.autograd.Function):
         is_bounded: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         saved: list[_Saved] = []
-        result = _forward(q, k, v, g, beta, initial_state, layout, chunk_size, is_bounded, saved)
+        o, final_state = _forward(
+            q, k, v, g, beta, initial_state, layout, chunk_size, is_bounded, saved
+        )
         ctx.layout, ctx.chunk_size, ctx.is_bounded = layout, chunk_size, is_bounded
         ctx.dtypes = [x.dtype for x in (q, k, v, g, beta)]
-        ctx.save_for_backward(*(tensor for block in saved for tensor in block))
-        return result
+        # o for its way back to the inputs, which are not kept
+        ctx.save_for_backward(o, *(tensor for block in saved for tensor in block))
+        return o, final_state
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @no_second_derivatives("chunk_kda: impl='torch'")
+    def backward(
+        ctx: Any, saved: tuple[torch.Tensor, ...], *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         do, dfinal_state = grads
+        _, *of_blocks = saved
         layout: ChunkLayout = ctx.layout
         num_tokens, num_heads, value_dim = do.shape
         key_dim, dtype = dfinal_state.shape[2], dfinal_state.dtype
@@ -99,10 +107,10 @@ class _ChunkKda(torch.autograd.Function):
         dstate = dfinal_state.index_select(0, layout.order).flatten(0, 1)
         width = len(_Saved._fields)
         for i, block in reversed(list(enumerate(layout.blocks))):
-            saved = _Saved(*ctx.saved_tensors[i * width : (i + 1) * width])
+            of_block = _Saved(*of_blocks[i * width : (i + 1) * width])
             do_chunks = block.chunks(do, dtype, ctx.chunk_size)
             for chunks, rows in zip(
-                _backward_block(saved, do_chunks, dstate, block.steps, ctx.is_bounded),
+                _backward_block(of_block, do_chunks, dstate, block.steps, ctx.is_bounded),
                 outputs,
                 strict=True,
             ):

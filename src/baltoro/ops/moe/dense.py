@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from baltoro.ops.derivatives import no_second_derivatives
 from baltoro.ops.moe.shared import Glu, sorted_pairs
 from baltoro.ops.mxfp4 import Mxfp4Tensor, decode_mxfp4
 from baltoro.ops.situ import dense as situ
@@ -179,9 +179,9 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, gate_up_proj, down_proj, inner, token, pair, row = ctx.saved_tensors
+    @no_second_derivatives("moe_experts: impl='torch'")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, gate_up_proj, down_proj, inner, token, pair, row = saved
         x_sorted = x.index_select(0, token)
         d_y = d_out.index_select(0, token)
         weight_sorted = weights.flatten().index_select(0, pair).unsqueeze(-1)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from baltoro.ops.derivatives import no_second_derivatives
 from baltoro.ops.impl import ImplError
 from baltoro.ops.moe.dense import activate, activate_backward
 from baltoro.ops.moe.shared import Glu, sorted_pairs
@@ -30,6 +30,7 @@ class _Combine(Protocol):
 class Pieces(NamedTuple):
     """What stands between the products."""
 
+    impl: str
     # of one or two tensors `[T, Z]`, the rows `[TA]`
     gather: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
     activate: Callable[[Tensor, Glu], Tensor]
@@ -57,6 +58,7 @@ def moe_experts(
     glu: Glu,
 ) -> Tensor:
     _check("grouped", x, gate_up_proj, down_proj)
+    weights = weights.contiguous()
     return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, _PIECES)
 
 
@@ -82,7 +84,10 @@ def moe_experts_triton(
     def plan(expert_ids: Tensor, num_experts: int) -> _Plan:
         return _Plan(*pairs.sort(expert_ids.contiguous(), num_experts))
 
-    made = Pieces(pieces.gather, pieces.activate, pieces.activate_backward, pieces.combine, plan)
+    weights = weights.contiguous()  # kernels find a pair's weight by its place
+    made = Pieces(
+        "triton", pieces.gather, pieces.activate, pieces.activate_backward, pieces.combine, plan
+    )
     return _Experts.apply(x, expert_ids, weights, gate_up_proj, down_proj, glu, made)
 
 
@@ -144,7 +149,7 @@ def _plan(expert_ids: Tensor, num_experts: int) -> _Plan:
     return _Plan(*pairs, counts.cumsum(0, dtype=torch.int32))
 
 
-_PIECES = Pieces(_gather, activate, _weighted_backward, _combine, _plan)
+_PIECES = Pieces("grouped", _gather, activate, _weighted_backward, _combine, _plan)
 
 
 class _Experts(torch.autograd.Function):
@@ -159,7 +164,6 @@ class _Experts(torch.autograd.Function):
         glu: Glu,
         pieces: Pieces,
     ) -> Tensor:
-        weights = weights.contiguous()  # kernels find a pair's weight by its place
         plan = pieces.plan(expert_ids, gate_up_proj.shape[0])
         x_sorted, _ = pieces.gather(x, None, plan.token)
         inner = F.grouped_mm(x_sorted, gate_up_proj.mT, offs=plan.stops)
@@ -169,9 +173,9 @@ class _Experts(torch.autograd.Function):
         return pieces.combine(y_sorted, plan.row, weights, is_weighted=True)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, gate_up_proj, down_proj, inner, token, pair, row, stops = ctx.saved_tensors
+    @no_second_derivatives(lambda ctx: f"moe_experts: impl={ctx.pieces.impl!r}")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, gate_up_proj, down_proj, inner, token, pair, row, stops = saved
         x_sorted, d_y = ctx.pieces.gather(x, d_out, token)
         assert d_y is not None
         d_act = F.grouped_mm(d_y, down_proj, offs=stops)

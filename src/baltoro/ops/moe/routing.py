@@ -5,9 +5,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from baltoro.ops.derivatives import no_second_derivatives
 from baltoro.ops.impl import ImplError
 
 _SUM_EPS = 1e-20  # of the released code, in the renormalisation
@@ -112,9 +112,11 @@ class _Logits(torch.autograd.Function):
         return torch.mm(x, weight.mT, out_dtype=torch.float32)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_logits: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
+    @no_second_derivatives("router_logits: bf16 on a GPU", instead="fp32 has them")
+    def backward(
+        ctx: Any, saved: tuple[Tensor, ...], d_logits: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, weight = saved
         num_experts = weight.shape[0]
         parts = x.new_empty((x.shape[0], 2 * num_experts))
         high, low = parts.split(num_experts, 1)
@@ -163,16 +165,16 @@ class _Choice(torch.autograd.Function):
         choose, ctx.backward_kernel = kernels
         scores, ids, weights = choose(logits, bias, num_active, *law)
         ctx.mark_non_differentiable(ids, *(() if has_score_gradient else (scores,)))
-        ctx.save_for_backward(scores, ids)
+        ctx.save_for_backward(scores, ids, weights)  # weights for their way back to the logits
         ctx.law, ctx.has_score_gradient = law, has_score_gradient
         return scores, ids, weights
 
     @staticmethod
-    @once_differentiable
+    @no_second_derivatives("route: impl='triton'")
     def backward(
-        ctx: Any, d_scores: Tensor, d_ids: None, d_weights: Tensor
+        ctx: Any, saved: tuple[Tensor, ...], d_scores: Tensor, d_ids: None, d_weights: Tensor
     ) -> tuple[Tensor | None, ...]:
-        scores, ids = ctx.saved_tensors
+        scores, ids, _ = saved
         given = d_scores if ctx.has_score_gradient else None
         d_logits = ctx.backward_kernel(scores, ids, given, d_weights, *ctx.law)
         return d_logits, None, None, None, None, None

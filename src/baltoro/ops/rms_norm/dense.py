@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from baltoro.ops.blocks import token_blocks
+from baltoro.ops.derivatives import no_second_derivatives
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -51,9 +51,9 @@ class _RmsNorm(torch.autograd.Function):
         return _weighted(x, weight, rstd)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
+    @no_second_derivatives("rms_norm: impl='torch'")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = saved
         width = x.shape[-1]
         shape = x.shape
         x, d_out, rstd = (t.reshape(-1, t.shape[-1]) for t in (x, d_out, rstd))
@@ -78,9 +78,9 @@ class _GatedRmsNorm(torch.autograd.Function):
         return _gated(x, weight, gate_logits, rstd)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, gate_logits, rstd = ctx.saved_tensors
+    @no_second_derivatives("gated_rms_norm: impl='torch'")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, gate_logits, rstd = saved
         width = x.shape[-1]
         d_x, d_gate_logits = torch.empty_like(x), torch.empty_like(gate_logits)
         weight_high = weight.to(rstd.dtype)

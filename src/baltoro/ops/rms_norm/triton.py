@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..derivatives import no_second_derivatives
 from ..launch_table import Launch, derived, dtype_class, launch, width_class
 from ..triton import (
     add_pairs,
     as_operator,
     cdiv,
     enqueue,
-    last_gradients,
     padded_width,
     record,
     refuse_unserved,
@@ -174,16 +174,15 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, gate_logits, eps):
         ctx.save_for_backward(x, weight, gate_logits)
-        ctx.eps = eps
+        ctx.op, ctx.eps = "rms_norm" if gate_logits is None else "gated_rms_norm", eps
         return _forward_operator(x, weight, gate_logits, eps)
 
     @staticmethod
-    def backward(ctx, d_out):
-        x, weight, gate_logits = ctx.saved_tensors
+    @no_second_derivatives(lambda ctx: f"{ctx.op}: impl='triton'")
+    def backward(ctx, saved, d_out):
+        x, weight, gate_logits = saved
         d_x, d_weight, d_gate = _backward_operator(x, weight, gate_logits, d_out, ctx.eps)
-        op = "rms_norm" if gate_logits is None else "gated_rms_norm"
-        gradients = (d_x, d_weight, None if gate_logits is None else d_gate)
-        return *last_gradients(op, gradients, d_out, x, weight, gate_logits), None
+        return d_x, d_weight, None if gate_logits is None else d_gate, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

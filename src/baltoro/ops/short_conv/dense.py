@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ..blocks import token_blocks
+from ..derivatives import no_second_derivatives
 
 
 def short_conv(
@@ -73,14 +74,17 @@ class _ShortConv(torch.autograd.Function):
         final_state = torch.where(
             edges.from_state[..., None], state.gather(1, place), x[edges.last]
         )
-        ctx.save_for_backward(x, taps, initial_state)
-        ctx.edges, ctx.weight_dtype = edges, weight.dtype
+        ctx.save_for_backward(x, weight, taps, initial_state)
+        ctx.edges = edges
         return y, final_state.mT.contiguous()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    @no_second_derivatives("short_conv: impl='torch'")
+    def backward(
+        ctx: Any, saved: tuple[torch.Tensor, ...], *grads: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         dy, dfinal_state = grads
-        x, taps, initial_state = ctx.saved_tensors
+        x, weight, taps, initial_state = saved
         edges: _Edges = ctx.edges
         num_kept = taps.shape[0] - 1
         dx = torch.empty_like(x, dtype=taps.dtype)
@@ -101,7 +105,7 @@ class _ShortConv(torch.autograd.Function):
         place = edges.last_in_state[..., None].expand_as(dlast)
         dlast = dlast.masked_fill(~edges.from_state[..., None], 0.0)
         dstate = dstate.scatter_add(1, place, dlast)
-        return dx.to(x.dtype), dtaps.mT.to(ctx.weight_dtype), dstate.mT.to(x.dtype), None
+        return dx.to(x.dtype), dtaps.mT.to(weight.dtype), dstate.mT.to(x.dtype), None
 
 
 def _backward_block(

@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..derivatives import no_second_derivatives
 from ..impl import ImplError
 from ..launch_table import Launch, derived, dtype_class, launch, width_class
 from ..triton import (
     as_operator,
     cdiv,
     enqueue,
-    last_gradients,
     padded_width,
     record,
     refuse_unserved,
@@ -357,8 +357,9 @@ class _ShortConv(torch.autograd.Function):
         return y, final_state
 
     @staticmethod
-    def backward(ctx, d_y, d_final_state):
-        x, weight, cu_seqlens, initial_state, table = ctx.saved_tensors
+    @no_second_derivatives("short_conv: impl='triton'")
+    def backward(ctx, saved, d_y, d_final_state):
+        x, weight, cu_seqlens, initial_state, table = saved
         if d_y is None:
             d_y = torch.zeros_like(x)
         if d_final_state is not None:
@@ -366,11 +367,7 @@ class _ShortConv(torch.autograd.Function):
         d_x, d_weight, d_state = _backward_operator(
             x, weight, cu_seqlens, initial_state, table, d_y, d_final_state
         )
-        gradients = (d_x, d_weight, None if initial_state is None else d_state)
-        d_x, d_weight, d_state = last_gradients(
-            "short_conv", gradients, d_y, d_final_state, x, weight, initial_state
-        )
-        return d_x, d_weight, None, d_state
+        return d_x, d_weight, None, None if initial_state is None else d_state
 
 
 def short_conv(

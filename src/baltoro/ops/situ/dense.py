@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+from ..derivatives import no_second_derivatives
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:
@@ -83,9 +84,10 @@ class _SituGlu(torch.autograd.Function):
         return situ_glu_forward(gate, up, beta, linear_beta)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        _, d_gate, d_up = situ_glu_backward(d_out, *ctx.saved_tensors, *ctx.betas)
+    @no_second_derivatives("situ_glu: impl='torch'")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = saved
+        _, d_gate, d_up = situ_glu_backward(d_out, gate, up, *ctx.betas)
         return d_gate, d_up, None, None
 
 
@@ -96,8 +98,8 @@ class _Swiglu(torch.autograd.Function):
         return swiglu_forward(gate, up)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-        gate, up = ctx.saved_tensors
+    @no_second_derivatives("swiglu: impl='torch'")
+    def backward(ctx: Any, saved: tuple[Tensor, ...], d_out: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = saved
         d_gate = torch.ops.aten.silu_backward(d_out * up, gate)
         return d_gate, F.silu(gate).mul_(d_out)

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..derivatives import no_second_derivatives
 from ..launch_table import Launch, derived, dtype_class, launch
 from ..triton import (
     as_operator,
     cdiv,
     enqueue,
-    last_gradients,
     record,
     refuse_unserved,
     rows_of,
@@ -227,10 +227,9 @@ class _SituGlu(torch.autograd.Function):
         return _forward_operator(gate, up, beta, linear_beta)
 
     @staticmethod
-    def backward(ctx, d_out):
-        inputs = (d_out, *ctx.saved_tensors)
-        gradients = _backward_operator(*inputs, *ctx.betas)
-        return *last_gradients("situ_glu", gradients, *inputs), None, None
+    @no_second_derivatives("situ_glu: impl='triton'")
+    def backward(ctx, saved, d_out):
+        return *_backward_operator(d_out, *saved, *ctx.betas), None, None
 
 
 def situ_glu(gate: Tensor, up: Tensor, beta: float, linear_beta: float | None) -> Tensor:

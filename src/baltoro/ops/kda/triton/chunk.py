@@ -3,6 +3,7 @@
 import torch
 from triton.runtime import JITFunction
 
+from ...derivatives import no_second_derivatives
 from ...impl import ImplError
 from .launch import (
     Gate,
@@ -102,8 +103,9 @@ class _ChunkKda(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    def backward(ctx, do, d_final_state):
-        q, k, v, g, beta, cu_seqlens, a_log, dt_bias, o, *saved = ctx.saved_tensors
+    @no_second_derivatives("chunk_kda: impl='triton'")
+    def backward(ctx, saved, do, d_final_state):
+        q, k, v, g, beta, cu_seqlens, a_log, dt_bias, o, *saved = saved
         if do is None:
             do = torch.zeros_like(o)
         if d_final_state is not None:
