@@ -61,6 +61,30 @@ def at_rank(rank: int, counts: Sequence[int], num_wanted: int) -> list[Tensor]:
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
+def of_penalty(out: Tensor, leaves: Sequence[Tensor], d_out: Tensor) -> list[Tensor]:
+    """Gradients by all leaves of the squared gradient by the first."""
+    (d_x,) = torch.autograd.grad(out, leaves[0], d_out, create_graph=True)
+    return list(torch.autograd.grad(d_x.square().sum(), leaves))
+
+
+def whole_penalty(counts: Sequence[int], num_wanted: int) -> list[Tensor]:
+    """As `whole`, of experts that have second derivatives."""
+    leaves, ids, d_out = inputs(counts, num_wanted)
+    x, weights, gate_up, down = (leaf.requires_grad_() for leaf in leaves)
+    out = moe_experts(x, ids, weights, gate_up, down, **{**GLU, "impl": "reference"})
+    return of_penalty(out, leaves, d_out)
+
+
+def penalty_at_rank(rank: int, counts: Sequence[int], num_wanted: int) -> list[Tensor]:
+    """As `whole_penalty`, of one rank."""
+    leaves, ids, d_out = inputs(counts, num_wanted)
+    *leaves, ids, d_out = cut([*leaves, ids, d_out], counts, rank)
+    x, weights, gate_up, down = (leaf.requires_grad_() for leaf in leaves)
+    glu = {**GLU, "impl": "reference"}
+    out = divided_experts(x, ids, weights, gate_up, down, group=dist.group.WORLD, **glu)
+    return of_penalty(out, leaves, d_out)
+
+
 def model_of_experts() -> Model:
     torch.manual_seed(0)
     moe = replace(tiny_k3().moe, num_experts=NUM_EXPERTS)
@@ -77,9 +101,10 @@ def run_model(model: Model, counts: Sequence[int]) -> dict[str, Tensor]:
     return {"hidden": hidden.detach(), **found}
 
 
-def work(rank: int) -> tuple[list[list[Tensor]], dict[str, Tensor]]:
-    """The operator in every case, and a model whose experts are divided."""
+def work(rank: int) -> tuple[list[list[Tensor]], dict[str, Tensor], list[list[Tensor]]]:
+    """The operator in every case, a model whose experts are divided, and second derivatives."""
     cases = [at_rank(rank, counts, num_wanted) for counts, num_wanted in CASES]
     model = model_of_experts()
     divide_experts(model, dist.group.WORLD)
-    return cases, run_model(model, COUNTS[rank : rank + 1])
+    penalties = [penalty_at_rank(rank, counts, num_wanted) for counts, num_wanted in CASES]
+    return cases, run_model(model, COUNTS[rank : rank + 1]), penalties

@@ -24,7 +24,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from baltoro.model.model import Model
 from baltoro.model.moe import Experts, Moe
@@ -122,19 +121,18 @@ def divide_experts(model: Model, group: dist.ProcessGroup) -> None:
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to their ranks; the backward sends gradients the way back."""
+    """Rows to their ranks; the backward, an exchange too, sends gradients the way back."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.way = received, sent, group
+        ctx.back = received, sent, group
         return _exchange(rows, sent, received, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(d_rows, *ctx.way), None, None, None
+        return _Exchange.apply(d_rows, *ctx.back), None, None, None
 
 
 def _exchange(
