@@ -1,6 +1,8 @@
 """First derivatives of every operator under `create_graph`, and second ones: right, or refused."""
 
+import ast
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,6 +226,20 @@ def test_attention_through_torch_has_no_silent_second_derivative():
     (d_q,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         torch.autograd.grad(d_q.sum() + q.sum(), q)
+
+
+def test_every_written_out_backward_refuses_its_derivative():
+    root = Path(__file__).parents[2] / "src/baltoro"
+    found = set()
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.args.args[:1]:
+                is_backward = node.name == "backward" and node.args.args[0].arg == "ctx"
+                names = [ast.unparse(x).partition("(")[0] for x in node.decorator_list]
+                if is_backward and "no_second_derivatives" not in names:
+                    found.add(str(path.relative_to(root)))
+    # what refuses, and an exchange, whose backward is another
+    assert found == {"ops/derivatives.py", "parallel/experts.py"}
 
 
 class Square(torch.autograd.Function):
