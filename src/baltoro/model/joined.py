@@ -1,8 +1,9 @@
-"""Projections of one input as one product, where no gradient is wanted.
+"""Projections of one input as one product.
 
-Their weights become rows of one matrix and the parameters views of it, so an optimiser or a loader
-that writes into them writes into the matrix. Parameters that became other tensors since (a cast, a
-move, an assignment to `.data`) are noticed, and the projections are computed one by one again.
+Where no gradient is wanted, their weights become rows of one matrix and the parameters views of it,
+so an optimiser or a loader that writes into them writes into the matrix. Parameters that became
+other tensors since (a cast, a move, an assignment to `.data`) are noticed, and the projections are
+computed one by one again.
 """
 
 from collections.abc import Sequence
@@ -85,10 +86,19 @@ def rejoined(groups: Groups, joined: Joined | None) -> Joined:
 
 
 def projected(x_TD: Tensor, groups: Groups, joined: Joined | None) -> list[Tensor]:
-    """What each group gives, its maps side by side: in one product if they are joined."""
+    """What each group gives, its maps side by side: in one product if they are joined.
+
+    With gradients a group is one product, whose weights are put together first: they are fewer
+    than what it gives, and its input gets one gradient instead of a sum of several.
+    """
     if joined is not None:
         return joined(x_TD)
-    return [
-        group[0](x_TD) if len(group) == 1 else torch.cat([part(x_TD) for part in group], -1)
-        for group in groups
-    ]
+    return [_side_by_side(x_TD, group) for group in groups]
+
+
+def _side_by_side(x_TD: Tensor, group: Sequence[nn.Linear]) -> Tensor:
+    if len(group) == 1:
+        return group[0](x_TD)
+    if torch.is_grad_enabled():
+        return F.linear(x_TD, torch.cat([part.weight for part in group]))
+    return torch.cat([part(x_TD) for part in group], -1)
