@@ -2,7 +2,7 @@
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import torch
@@ -110,13 +110,16 @@ REPLACED: dict[str, tuple[tuple[str, Callable[..., object]], ...]] = {
 }
 
 
-def replace_operators(names: Sequence[str]) -> None:
-    """Put fla's operators where the model calls ours, until the process ends."""
-    if chunk_kda is None:
+@contextmanager
+def replaced(names: Sequence[str]) -> Iterator[None]:
+    """Have the model call fla's operators where it calls ours, while the block runs."""
+    if names and chunk_kda is None:
         raise SystemExit(f"bench: fla cannot be imported: {WHY_ABSENT}")
-    for name in names:
-        for place, function in REPLACED[name]:
-            mock.patch(place, function).start()
+    with ExitStack() as stack:
+        for name in names:
+            for place, function in REPLACED[name]:
+                stack.enter_context(mock.patch(place, function))
+        yield
 
 
 def version() -> str:

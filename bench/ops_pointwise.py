@@ -199,7 +199,7 @@ def refuse_wrong_results(case: Case) -> None:
         strict=True,
     )
     for index, (x, y) in enumerate(pairs):
-        error = float((x.double() - y).norm() / y.norm())
+        error = float((x.detach().double() - y.detach()).norm() / y.detach().norm())
         if not error < 1e-2:
             raise SystemExit(f"{case.name}: result {index} is off by {error:.1e}; no times")
 
@@ -219,9 +219,9 @@ def measure(op: Op, case: Case, impl: str) -> dict[str, float]:
     times = {"forward_ms": eager_ms(forward), "backward_ms": eager_ms(backward)}
     if impl in ("triton", "fla"):
         times["forward_graph_ms"] = graph_ms(forward)
-        times["step_graph_ms"] = graph_ms(
-            lambda: torch.autograd.grad(op(impl, *leaves), leaves, d_out)
-        )
+        # leaves of their own: those of a graph that lives remember the stream of its making
+        own = leaves_of(case, case.sizes["tokens"])
+        times["step_graph_ms"] = graph_ms(lambda: torch.autograd.grad(op(impl, *own), own, d_out))
         few = leaves_of(case, 16)
         few_out = op(impl, *few)
         few_d_out = torch.randn_like(few_out)

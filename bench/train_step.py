@@ -8,8 +8,9 @@ measures it also with forward and backward as one CUDA graph (`step.use_cuda_gra
 model's FLOPs (`model.counts.flop_counts`: products with active weights, attention and KDA; three
 times the forward) over the rate of a large bf16 product measured in the same run.
 
-`--fla kda attn_res short_conv rms_norm` measures the same model once more in the same run with
-fla's operators in those places (`fla_ops.py`); `--fla-impl OP=IMPL` says what the others run then.
+`--fla kda attn_res short_conv rms_norm` measures the same model beside it with fla's operators in
+those places (`fla_ops.py`), step by step in turn; `--fla-impl OP=IMPL` says what the others run
+then. Weights and optimizer states of both are there all the while, and count in the peaks.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import fla_ops
 import torch
@@ -73,28 +75,48 @@ def kernels_of(learner: Learner, batches: list[PackedBatch], count: int) -> list
     ]
 
 
-def speed_of(
-    learner: Learner, batches: list[PackedBatch], count: int, flops: int, rate: float
-) -> dict[str, float]:
-    """Times of `count` steps after a few, and what follows from their mean."""
-    torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    seconds_of(learner, batches, 3)
-    first = time.perf_counter() - start
-    learner.num_steps = 0
-    seconds_of(learner, batches, 1)  # the second that measures logits is the one that is captured
-    learner.num_steps = 0
-    times = seconds_of(learner, batches, count)
-    step = statistics.mean(times)
-    speed = sum(len(batch.tokens) for batch in batches) / step
-    return {
-        "first_three_steps_s": first,
-        "step_s": step,
-        "median_step_s": statistics.median(times),
-        "tokens_per_s": speed,
-        "mfu": speed * flops / rate,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+class Side(NamedTuple):
+    """A learner, and which of its operators are fla's."""
+
+    learner: Learner
+    fla: list[str]
+
+
+def speeds_of(
+    sides: dict[str, Side], batches: list[PackedBatch], count: int, flops: int, rate: float
+) -> dict[str, dict[str, float]]:
+    """Times of `count` steps after a few, and what follows from their mean.
+
+    The sides take turns, step by step: what the host gives changes while they run.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name, (learner, fla) in sides.items():
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with fla_ops.replaced(fla):
+            seconds_of(learner, batches, 3)
+            first = time.perf_counter() - start
+            learner.num_steps = 0
+            # the second that measures logits is the one that is captured
+            seconds_of(learner, batches, 1)
+        learner.num_steps = 0
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        found[name] = {"first_three_steps_s": first, "peak_gib": peak}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(count):
+        for name, (learner, fla) in sides.items():
+            with fla_ops.replaced(fla):
+                times[name] += seconds_of(learner, batches, 1)
+    for name, result in found.items():
+        step = statistics.mean(times[name])
+        speed = sum(len(batch.tokens) for batch in batches) / step
+        result |= {
+            "step_s": step,
+            "median_step_s": statistics.median(times[name]),
+            "tokens_per_s": speed,
+            "mfu": speed * flops / rate,
+        }
+    return found
 
 
 def with_impls(config: PretrainConfig, pairs: list[str]) -> PretrainConfig:
@@ -108,29 +130,6 @@ def learner_of(config: PretrainConfig) -> Learner:
     torch.manual_seed(0)
     model = Model(config.model).cast(torch.bfloat16).cuda()
     return build_learner(model, config.optim, config.step)
-
-
-def fla_speed(
-    config: PretrainConfig, batches: list[PackedBatch], arguments: argparse.Namespace,
-    flops: int, rate: float,
-) -> dict[str, object]:  # fmt: skip
-    """The same model with fla's operators in the places that are named."""
-    fla_ops.replace_operators(arguments.fla)
-    tuning = Tuning()
-    lengths = [arguments.seq_len] * (arguments.positions // arguments.seq_len)
-    compile_fla(tuning, ((config.model.kda.num_heads, lengths),))
-    config = with_impls(config, arguments.fla_impl)
-    result: dict[str, object] = {"operators": arguments.fla, "impl": arguments.fla_impl}
-    result |= speed_of(learner_of(config), batches, arguments.steps, flops, rate)
-    if arguments.graph:
-        torch.cuda.empty_cache()
-        try:
-            captured = learner_of(replace(config, {"step.use_cuda_graph": True}))
-            result["graph"] = speed_of(captured, batches, arguments.steps, flops, rate)
-        except RuntimeError as error:
-            result["graph_error"] = str(error)[:300]
-    tuning.close()
-    return result | {"what": f"{fla_ops.version()}, {tuning.what()}"}
 
 
 def main() -> None:
@@ -149,11 +148,10 @@ def main() -> None:
     arguments = parser.parse_args()
     commit = commit_of(arguments.commit)
     config = with_impls(pretrain_config(arguments.size, is_gpu=True), arguments.impl)
-    learner = learner_of(config)
     batches = [batch_of(arguments.positions, arguments.seq_len, config.model.vocab_size)]
     rate = matmul_rate(torch.device("cuda"), torch.bfloat16)
     flops = 3 * flop_counts(config.model, arguments.seq_len).total
-    result = {
+    result: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
@@ -163,31 +161,42 @@ def main() -> None:
         "positions": arguments.positions,
         "seq_len": arguments.seq_len,
         "bf16_tflop_per_s": rate / 1e12,
-        **speed_of(learner, batches, arguments.steps, flops, rate),
-        "kernels": kernels_of(learner, batches, arguments.kernels),
     }
-    del learner
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.graph:
-        captured = learner_of(replace(config, {"step.use_cuda_graph": True}))
-        result["graph"] = speed_of(captured, batches, arguments.steps, flops, rate)
-        del captured
-        torch.cuda.empty_cache()
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    configs = {"ours": config}
+    names: dict[str, list[str]] = {"ours": []}
+    tuning = None
     if arguments.fla:
-        result["fla"] = fla_speed(config, batches, arguments, flops, rate)
-        captured, peer = result.get("graph"), result["fla"]
-        ways = {
-            "eager": (result, peer),
-            "graph over its eager": (captured, peer),
-            "graph": (captured, peer.get("graph")),
+        configs["fla"] = with_impls(config, arguments.fla_impl)
+        names["fla"] = arguments.fla
+        tuning = Tuning()
+        lengths = [arguments.seq_len] * (arguments.positions // arguments.seq_len)
+        compile_fla(tuning, ((config.model.kda.num_heads, lengths),))
+        result["fla"] = {"operators": arguments.fla, "impl": arguments.fla_impl}
+    ways = {"eager": {}, **({"graph": {"step.use_cuda_graph": True}} if arguments.graph else {})}
+    result["ours_over_fla"] = {}
+    for way, changes in ways.items():
+        sides = {
+            name: Side(learner_of(replace(own, changes)), names[name])
+            for name, own in configs.items()
         }
-        result["ours_over_fla"] = {
-            way: ours["tokens_per_s"] / theirs["tokens_per_s"]
-            for way, (ours, theirs) in ways.items()
-            if ours and theirs
-        }
+        speeds = speeds_of(sides, batches, arguments.steps, flops, rate)
+        for name, speed in speeds.items():
+            place = result if name == "ours" else result[name]
+            place |= speed if way == "eager" else {way: speed}
+        if len(speeds) > 1:
+            ratio = speeds["ours"]["tokens_per_s"] / speeds["fla"]["tokens_per_s"]
+            result["ours_over_fla"] |= {way: ratio}
+        if way == "eager":
+            learner = sides["ours"].learner
+            result["kernels"] = kernels_of(learner, batches, arguments.kernels)
+            del learner
+        del sides
+        torch.cuda.empty_cache()
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if tuning is not None:
+        tuning.close()
+        result["fla"]["what"] = f"{fla_ops.version()}, {tuning.what()}"
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
