@@ -58,7 +58,12 @@ def from_dict(cls: type[C], data: Mapping[str, Any]) -> C:
 
 def digest(config: object) -> str:
     """SHA-256 (64 hex digits) of `to_dict(config)`: equal for equal values, in any process."""
-    text = json.dumps(to_dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return digest_of(to_dict(config))
+
+
+def digest_of(data: Mapping[str, Any]) -> str:
+    """The digest of a configuration as plain JSON types, of all that it holds."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -17,7 +17,8 @@ from baltoro.ops.mla.largest import largest_logits
 PACKS = [[300, 1, 0, 77, 129, 0, 0], [1], [128, 128], [513]]
 
 INTERPRETED = """
-from ops.test_largest_triton import PACKS, difference
+from ops.test_largest_triton import PACKS, below_zero, difference
+below_zero("cpu")
 for lengths in PACKS:
     assert difference(lengths, 2, 48, "cpu") < 1e-5, lengths
 """
@@ -33,6 +34,24 @@ def difference(lengths: list[int], heads: int, dim: int, device: str, dtype=torc
     got = largest_logits(q, k, bounds, scale=0.125, impl="triton")
     want = largest_logits(q.float(), k.float(), bounds, scale=0.125, impl="torch")
     return float((got - want).abs().max() / want.abs().max())
+
+
+def below_zero(device: str) -> None:
+    """Negative logits throughout, in tiles that are not full."""
+    draw = torch.Generator().manual_seed(1)
+    for lengths in PACKS:
+        q, k = (torch.rand(sum(lengths), 2, 16, generator=draw).to(device) for _ in range(2))
+        bounds = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+        got, want = (
+            largest_logits(q, -k, bounds, scale=1.0, impl=impl) for impl in ("triton", "torch")
+        )
+        assert float(want.max()) < 0
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.gpu
+def test_logits_may_all_be_negative():
+    below_zero("cuda")
 
 
 @pytest.mark.slow

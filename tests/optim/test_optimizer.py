@@ -140,11 +140,14 @@ def test_two_owners_of_half_the_parameters_do_what_one_does() -> None:
 def test_gradients_of_other_layouts_give_the_same_step() -> None:
     results = []
     for make in (torch.clone, lambda grad: grad.mT.contiguous().mT):
-        named = {"q": parameters()["q"]}
-        named["q"].grad = make(torch.randn(12, 12, generator=torch.Generator().manual_seed(2)))
+        named = {name: parameters()[name] for name in ("q", "embedding")}
+        for parameter in named.values():
+            draw = torch.Generator().manual_seed(2)
+            parameter.grad = make(torch.randn(parameter.shape, generator=draw))
         optimizer(named).step(lr=0.1)
-        results.append(named["q"].detach())
-    assert torch.equal(*results)
+        results.append([parameter.detach() for parameter in named.values()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_gradients_are_kept_until_they_are_dropped() -> None:

@@ -14,6 +14,7 @@ from data.small import small_config, write_sources
 from rich.console import Console
 from safetensors.torch import load_file
 
+from baltoro import config as plain
 from baltoro.checkpoint.load import load
 from baltoro.cli import main, split_overrides
 from baltoro.config import to_dict
@@ -22,6 +23,7 @@ from baltoro.recipes import pretrain as recipe
 from baltoro.recipes.pretrain import check_memory, pretrain_config, summary
 from baltoro.train import forecast, loop
 from baltoro.train import pretrain as pretraining
+from baltoro.train.config import RunConfig
 from baltoro.train.metrics import read_metrics
 from baltoro.train.pretrain import differences, stage_starts
 from baltoro.train.report import report
@@ -90,6 +92,23 @@ def test_a_run_goes_from_tokens_to_a_checkpoint_and_a_page(data, tmp_path, capsy
     assert "schedule.peak" in capsys.readouterr().err
     assert main([*arguments(data, out), "--no-resume"]) == 2
     assert "--no-resume" in capsys.readouterr().err
+
+
+def test_a_run_older_than_a_setting_goes_on_with_its_default(data, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(arguments(data, out)) == 0
+    record = json.loads((out / "config.json").read_text())
+    del record["optim"]["muon_impl"], record["step"]["max_logits_impl"], record["run"]["on_spike"]
+    (out / "config.json").write_text(json.dumps(record))
+    digest = plain.digest_of({**record, "run": plain.to_dict(RunConfig())})
+    for path in out.glob("checkpoints/*/state.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "digest": digest}))
+    capsys.readouterr()
+    for _ in range(2):
+        assert main(arguments(data, out)) == 0
+        assert "nothing is left to do" in capsys.readouterr().out
+    assert main(arguments(data, out, step__max_logits_impl="triton")) == 2
+    assert "step.max_logits_impl" in capsys.readouterr().err
 
 
 def assert_same_end(first: Path, second: Path, step: int) -> None:

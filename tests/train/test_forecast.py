@@ -11,6 +11,7 @@ from baltoro.model.config import ImplConfig
 from baltoro.model.model import Model
 from baltoro.model.presets import preset
 from baltoro.optim.config import OptimConfig
+from baltoro.train import forecast
 from baltoro.train.config import StepConfig
 from baltoro.train.forecast import (
     activation_bytes,
@@ -51,6 +52,14 @@ def test_operators_of_a_gpu_need_no_gpu_to_be_forecast():
     on_gpu = dataclasses.replace(config, impl=ImplConfig.all("triton"))
     expected = activation_bytes(config, recompute=False)
     assert activation_bytes(on_gpu, recompute=False) == expected
+
+
+def test_a_layer_keeps_nothing_that_does_not_grow_with_its_tokens(monkeypatch):
+    found = []
+    for num_tokens in (64, 256):
+        monkeypatch.setattr(forecast, "_PROBE_TOKENS", num_tokens)
+        found.append(activation_bytes(preset("nano"), recompute=False))
+    assert found[0] == pytest.approx(found[1], rel=0.02)
 
 
 def test_recompute_needs_less():

@@ -8,6 +8,7 @@ computed one by one again.
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,17 +89,33 @@ def rejoined(groups: Groups, joined: Joined | None) -> Joined:
 def projected(x_TD: Tensor, groups: Groups, joined: Joined | None) -> list[Tensor]:
     """What each group gives, its maps side by side: in one product if they are joined.
 
-    With gradients a group is one product, whose weights are put together first: they are fewer
-    than what it gives, and its input gets one gradient instead of a sum of several.
+    With gradients a group is one product too, and its input gets one gradient instead of a sum of
+    several.
     """
     if joined is not None:
         return joined(x_TD)
     return [_side_by_side(x_TD, group) for group in groups]
 
 
+class _SideBySide(torch.autograd.Function):
+    """One product with the weights one behind the other, which are put together for it only."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TD, *weights)
+        return F.linear(x_TD, torch.cat(weights))
+
+    @staticmethod
+    def backward(ctx: Any, d_y_TC: Tensor) -> tuple[Tensor, ...]:  # of products: differentiable
+        x_TD, *weights = ctx.saved_tensors
+        d_weight_CD = d_y_TC.mT @ x_TD
+        return d_y_TC @ torch.cat(weights), *d_weight_CD.split([len(part) for part in weights])
+
+
 def _side_by_side(x_TD: Tensor, group: Sequence[nn.Linear]) -> Tensor:
     if len(group) == 1:
         return group[0](x_TD)
     if torch.is_grad_enabled():
-        return F.linear(x_TD, torch.cat([part.weight for part in group]))
+        y_TC: Tensor = _SideBySide.apply(x_TD, *(part.weight for part in group))
+        return y_TC
     return torch.cat([part(x_TD) for part in group], -1)

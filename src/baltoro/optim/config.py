@@ -39,6 +39,16 @@ class OptimConfig:
             raise ValueError(
                 f"newton_schulz_dtype={self.newton_schulz_dtype!r}: 'float32' or 'bfloat16'"
             )
+        if self.muon_impl not in ("torch", "triton"):
+            raise ValueError(f"muon_impl={self.muon_impl!r}: 'torch' or 'triton'")
+        if self.muon_impl == "triton" and "gram" in (
+            self.newton_schulz_impl,
+            self.newton_schulz_wide_impl,
+        ):
+            raise ValueError(
+                "muon_impl='triton' rounds directions to bf16, which 'gram' refuses; set "
+                "newton_schulz_impl and newton_schulz_wide_impl to 'torch' or 'triton'"
+            )
         if self.muon_impl == "triton" and self.newton_schulz_dtype != "bfloat16":
             raise ValueError(
                 "muon_impl='triton' rounds directions to bf16, and newton_schulz_dtype is "

@@ -24,7 +24,7 @@ from baltoro.optim.muon import split, stacks_of, step_stacks
 class _Placed:
     """Stacks of the last step that serve as long as tensors stay where they are."""
 
-    kind: list[tuple[str, int, int, torch.dtype]]  # names, addresses, and gradients' dtypes
+    kind: list[tuple[object, ...]]  # names, addresses, and gradients' dtypes
     grads: list[int]  # addresses
     stacks: list[Stack]
 
@@ -85,8 +85,10 @@ class Optimizer:
             grad, row = parameter.grad, self.rows[name]
             if grad is None:
                 skipped.append(name)
-            elif row.blocks is not None:
-                parameter.grad = grad.contiguous()  # where it is, it must stay while it is read
+                continue
+            # kernels take it to lie as its parameter does, and where it is, it must stay for them
+            parameter.grad = grad.contiguous()
+            if row.blocks is not None:
                 matrices.append(name)
             else:
                 (decayed if row.use_decay else undecayed).append(name)
@@ -128,7 +130,7 @@ class Optimizer:
         }
         grads = [own[2].data_ptr() for own in tensors.values()]
         kind = [
-            (name, own[0].data_ptr(), own[1].data_ptr(), own[2].dtype)
+            (name, *(x.data_ptr() for x in (self.parameters[name], *own[:2])), own[2].dtype)
             for name, own in tensors.items()
         ]
         placed = self._placed

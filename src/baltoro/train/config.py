@@ -49,6 +49,9 @@ class StepConfig:
         require(tau > 0, "step.qk_clip_tau", tau, "must be positive")
         every = self.qk_clip_every
         require(every >= 1, "step.qk_clip_every", every, "must be at least 1")
+        impl = self.max_logits_impl
+        known = ("torch", "triton")
+        require(impl in known, "step.max_logits_impl", impl, f"one of {known}")
         is_plain = not (self.use_cuda_graph and self.recompute)
         rule = "cannot be captured with step.recompute=True; choose one"
         require(is_plain, "step.use_cuda_graph", self.use_cuda_graph, rule)

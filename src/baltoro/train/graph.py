@@ -1,12 +1,14 @@
 """Forward and backward of a micro-batch as one CUDA graph, for steps that wait for launches.
 
-A graph is made of one shape: the number of tokens and a bound on the number of sequences. The first
+A graph is made of one shape: the number of tokens, a bound on the number of sequences, and whether
+attention logits are measured. The first
 micro-batch of a shape runs as it always does, which also compiles every kernel; the second is
 captured, and from then on its inputs are copied into place and the launches replayed. Gradients add
 up in the buffers that the first run left, so the optimizer finds them where it always does.
 
 Graphs share one memory pool, apart from that of eager steps: whatever runs eagerly beside them
-(batches with pictures) needs its activations once more.
+(batches with pictures, and measurements of logits by an operator that waits for the device) needs
+its activations once more.
 """
 
 import gc

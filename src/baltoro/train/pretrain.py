@@ -1,6 +1,5 @@
 """Pretraining from a data folder: build everything once, say what it will need, run the loop."""
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -202,7 +201,8 @@ def _build_model(
 def _claim(folder: RunFolder, config: PretrainConfig, *, resume: bool) -> str:
     """Write the configuration into a new folder, or check it against the one that is there.
 
-    Returns the digest of what a resumed run must share: all but how often it looks up.
+    Returns the digest of what a resumed run must share: all but how often it looks up. A run that
+    is older than a setting goes on with the setting's default, and its record without it.
     """
     content = plain.to_dict(config)
     steps = folder.steps()
@@ -212,17 +212,19 @@ def _claim(folder: RunFolder, config: PretrainConfig, *, resume: bool) -> str:
             "it, or give another --out"
         )
     if steps:
-        former = read_json(folder.config_file)
+        kept = read_json(folder.config_file)
+        former = plain.to_dict(plain.from_dict(PretrainConfig, kept))
         changed = [path for path in differences(former, content) if not path.startswith("run.")]
         if changed:
             raise ValueError(
                 f"{folder.path}: its run has other values of {', '.join(changed)}; continue with "
                 "the same ones, or give another --out"
             )
+        content = {**kept, "run": content["run"]}
     fresh = folder.config_file.with_suffix(".new")
     write_file(fresh, (json.dumps(content, indent=1) + "\n").encode())
     fresh.replace(folder.config_file)
-    return plain.digest(dataclasses.replace(config, run=RunConfig()))
+    return plain.digest_of({**content, "run": plain.to_dict(RunConfig())})
 
 
 def differences(first: Any, second: Any, path: str = "") -> list[str]:

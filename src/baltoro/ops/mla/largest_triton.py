@@ -48,6 +48,7 @@ def largest_kernel(
             piece = piece_of(k, keys, num_tokens, k_stride, c, P)
             logits = tl.dot(queries[c], tl.trans(piece), logits, input_precision=PRECISION)
         is_seen = (keys[None, :] <= rows[:, None]) & (keys[None, :] >= first_of_row[:, None])
+        is_seen &= (rows < num_tokens)[:, None]
         top = tl.maximum(top, tl.max(tl.where(is_seen, logits, float("-inf")), 1))
     tl.store(largest + head * tl.num_programs(0) + tile, tl.max(top, 0))
 

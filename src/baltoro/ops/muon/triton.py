@@ -16,7 +16,7 @@ from torch import Tensor
 from baltoro.ops.impl import ImplError
 from baltoro.ops.muon.shared import LINE_BYTES, MuonBlocks, alike
 from baltoro.ops.newton_schulz.shared import NORM_EPS
-from baltoro.ops.triton import cdiv, enqueue, padded_width, refuse_unserved
+from baltoro.ops.triton import cdiv, enqueue, refuse_unserved
 
 SIDE = 64  # rows and columns of a tile
 NUM_WARPS = 4
@@ -76,14 +76,12 @@ def momentum_kernel(
 def direction_kernel(
     table, squares, stack, mu, eps,
     R: tl.constexpr, C: tl.constexpr, IS_TALL: tl.constexpr, G: tl.constexpr,
-    ALIGN: tl.constexpr, SIDE: tl.constexpr, NUM_TILES: tl.constexpr, PADDED: tl.constexpr,
+    ALIGN: tl.constexpr, SIDE: tl.constexpr, NUM_TILES: tl.constexpr,
 ):  # fmt: skip
     """Directions of a tile from the new momentum, over the norm of the matrix's."""
     matrix, rows, columns, is_here = tile_of(R, C, SIDE, NUM_TILES)
     row = table + matrix * FIELDS
-    tiles = tl.arange(0, PADDED)
-    parts = tl.load(squares + matrix * NUM_TILES + tiles, mask=tiles < NUM_TILES, other=0.0)
-    norm = tl.sqrt(tl.sum(parts, 0)) + eps
+    norm = tl.sqrt(tl.load(squares + matrix)) + eps
     momentum = tl.load(
         place_of(row, MOMENTUM, rows, columns, tl.float32, ALIGN), mask=is_here, other=0.0
     )
@@ -160,8 +158,8 @@ class PlacedStack:
             squares = torch.empty(*grid, dtype=torch.float32, device=device)
             enqueue(momentum_kernel, grid, table, squares, mu, G=grad, **sizes)
             enqueue(
-                direction_kernel, grid, table, squares, stack[first:last], mu, NORM_EPS,
-                IS_TALL=is_tall, G=grad, PADDED=padded_width(self._num_tiles), **sizes,
+                direction_kernel, grid, table, squares.view(-1, self._num_tiles).sum(1),
+                stack[first:last], mu, NORM_EPS, IS_TALL=is_tall, G=grad, **sizes,
             )  # fmt: skip
         return stack
 

@@ -48,7 +48,7 @@ def newton_schulz(
     and one of norm below about 1e-7 gets a smaller result: noise is not blown up. With `is_normed`
     matrices have a norm of at most 1 and are taken as they are. Has no gradient.
     `"gram"` iterates on x x' instead of x, for short, wide matrices and products in fp32 or wider;
-    `"triton"` takes bf16 products, and does so for sides of at most 128.
+    `"triton"` takes bf16 products, for sides of at most 128 in that form and beyond in the loop.
     Raises `ValueError` for fewer than two dims, a dtype that is not floating or `steps` below one,
     `ImplError` for an unknown `impl`.
     """

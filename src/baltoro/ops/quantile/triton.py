@@ -71,7 +71,8 @@ def margin_counts(
     if num_tokens:
         enqueue(
             count_kernel, (cdiv(num_tokens, rows),),
-            scores.contiguous(), bias.contiguous(), mask, histogram, loads, counted, num_tokens,
+            scores.contiguous(), bias.contiguous(), None if mask is None else mask.contiguous(),
+            histogram, loads, counted, num_tokens,
             E=num_experts, A=top_k, BE=padded, R=rows, NUM_BINS=num_bins, num_warps=NUM_WARPS,
         )  # fmt: skip
     return histogram.view(num_experts, num_bins), loads, counted[0]
