@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
+from pydantic import BaseModel, ValidationError
 from serve.api import CHAT, TOOLS, made, post
 
 from baltoro.model.model import Model
+from baltoro.serve.protocol import ChatBody, CompletionBody, TokenizeBody
 from baltoro.serve.server import create_app
 
 
@@ -55,12 +57,39 @@ def test_several_plain_texts_are_continued_as_each_by_itself(
         (["a", ""], "prompt: it has no tokens"),
         ([[1], []], "prompt: it has no tokens"),
         ([[1], [10**9]], "prompt: token id"),
-        (["a"] * 1025, "prompt: with n=1 at most 1024"),
+        (["", [1]], "prompt: must be a string"),
+        (["a"] * 1025, "prompt: at most 1024"),
     ],
 )
 def test_prompts_that_are_none_are_refused(client: TestClient, prompt: Any, message: str) -> None:
     error = post(client, "/v1/completions", prompt=prompt, max_tokens=2).json()["error"]
     assert error["message"].startswith(message) and error["param"] == "prompt"
+
+
+def test_prompts_times_choices_are_bounded(client: TestClient) -> None:
+    error = post(client, "/v1/completions", prompt=["a"] * 513, n=2).json()["error"]
+    assert (
+        error["message"].startswith("prompt: with n=2 at most 1024") and error["param"] == "prompt"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body_type", "field", "elements"),
+    [
+        (CompletionBody, "prompt", ["", *[[1]] * 300_000]),
+        (CompletionBody, "prompt", [[1], *["a"] * 300_000]),
+        (ChatBody, "messages", [1] * 300_000),
+        (ChatBody, "tools", [1] * 300_000),
+        (TokenizeBody, "messages", [1] * 300_000),
+        (TokenizeBody, "tools", [1] * 300_000),
+    ],
+)
+def test_a_long_list_of_what_is_wrong_is_refused_by_its_first(
+    body_type: type[BaseModel], field: str, elements: list[Any]
+) -> None:
+    with pytest.raises(ValidationError) as error:
+        body_type.model_validate({**CHAT, field: elements})
+    assert error.value.error_count() == 1
 
 
 def test_a_developer_speaks_as_the_system_does(client: TestClient) -> None:

@@ -6,11 +6,12 @@ what they look like, so that clients and tests are told.
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 # strings, and characters of one: each is looked for in every reply
 MAX_STOPS, MAX_STOP = 64, 1024
+MAX_REPLIES = 1024  # of all prompts of a request
 
 _TEXT_PART = {
     "type": "object",
@@ -136,15 +137,20 @@ def _stops(value: Any) -> Any:
 
 
 def _prompts(value: Any) -> Any:
-    def is_one(prompt: Any) -> bool:
-        is_ids = isinstance(prompt, list) and all(type(token_id) is int for token_id in prompt)
-        return is_ids or isinstance(prompt, str)
-
-    if not (is_one(value) or (isinstance(value, list) and all(map(is_one, value)))):
+    is_several = isinstance(value, list) and value and not isinstance(value[0], int)
+    several = value if is_several else [value]
+    if len(several) > MAX_REPLIES:
+        raise PydanticCustomError("prompt", f"at most {MAX_REPLIES} prompts are continued")
+    is_text = all(isinstance(prompt, str) for prompt in several)
+    if not (is_text or all(map(_is_ids, several))):
         raise PydanticCustomError(
-            "prompt", "must be a string, a list of token ids, or a list of such"
+            "prompt", "must be a string, a list of token ids, or a list of such, all of one kind"
         )
     return value
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token_id) is int for token_id in value)
 
 
 def _with_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,8 +159,24 @@ def _with_developers(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 Stops = Annotated[str | list[str] | None, BeforeValidator(_stops)]
-Prompts = Annotated[str | list[int] | list[str] | list[list[int]], BeforeValidator(_prompts)]
-Messages = Annotated[list[dict[str, Any]], AfterValidator(_with_developers)]
+# Checked by us alone: a union would try each of its forms on each element.
+Prompts = Annotated[
+    Any,
+    BeforeValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"items": {"type": "integer"}, "type": "array"},
+                {"items": {"type": "string"}, "type": "array"},
+                {"items": {"items": {"type": "integer"}, "type": "array"}, "type": "array"},
+            ]
+        }
+    ),
+]
+# Only the first thing that is wrong is told, and a list may hold millions.
+Dicts = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+Messages = Annotated[Dicts, AfterValidator(_with_developers)]
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from baltoro.serve.document import Messages, Prompts, Stops
+from baltoro.serve.document import MAX_REPLIES, Dicts, Messages, Prompts, Stops
 from baltoro.serve.form import Form, Tool
 from baltoro.serve.sampling import Penalties, Sampling
 from baltoro.text.messages import IMAGE_TYPES
@@ -46,7 +46,6 @@ UNSUPPORTED = (
     "structured_outputs",
 )
 MAX_CHOICES = 64
-MAX_REPLIES = 1024  # of all prompts of a request
 MAX_RETRIES = 5
 MIN_TEMPERATURE = 1e-6  # above 0; below it logits overflow
 MAX_MESSAGE = 1000  # characters of an error
@@ -167,7 +166,7 @@ class ChatBody(_Body):
 
     messages: Messages = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    tools: list[dict[str, Any]] | None = None
+    tools: Dicts | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
@@ -335,7 +334,7 @@ class CompletionBody(_Body):
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
-        return prompt if prompt and not isinstance(prompt[0], int) else [prompt]  # type: ignore[return-value]
+        return prompt if prompt and not isinstance(prompt[0], int) else [prompt]
 
     @property
     def num_prompts(self) -> int:
@@ -353,7 +352,7 @@ class TokenizeBody(BaseModel):
 
     prompt: str | None = None
     messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Dicts | None = None
 
 
 def _refused(param: str, message: str) -> ApiError:
