@@ -1,3 +1,4 @@
+import asyncio
 import base64
 import io
 import json
@@ -33,9 +34,11 @@ from baltoro.serve.answer import ChatReader
 from baltoro.serve.background import Stream
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig
+from baltoro.serve.kinds import ChatChoices
 from baltoro.serve.request import NewToken, Request, Sequence
 from baltoro.serve.scheduler import StepPlan
 from baltoro.serve.server import Server, create_app
+from baltoro.text.processor import Prompt
 
 CALL = (
     "plan<|close|>think<|sep|><|open|>response<|sep|>Let me.<|close|>response<|sep|>"
@@ -273,6 +276,64 @@ def test_a_stream_that_runs_at_shutdown_comes_to_its_end(nano: Model) -> None:
     assert [line for line in lines if line][-1] == "data: [DONE]"
     assert sum('"logprob"' in line for line in lines) == 200
     assert not server.background.is_alive
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_that_is_prepared_at_shutdown_is_answered_whole(
+    nano: Model, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    server = made(nano, drain_s=20.0)
+    prompts, may_go_on = ChatChoices.prompts, threading.Event()
+
+    def slow(choices: ChatChoices) -> list[Prompt]:
+        assert may_go_on.wait(30)
+        return prompts(choices)
+
+    monkeypatch.setattr(ChatChoices, "prompts", slow)
+    with ThreadPoolExecutor() as pool:
+        with listening(server) as address:
+            body = {**CHAT, "stream": is_streamed}
+            path = f"{address}v1/chat/completions"
+            answer = pool.submit(httpx.post, path, json=body, timeout=60)
+            wait_until(lambda: server.background._num_arriving == 1)
+            threading.Timer(0.5, may_go_on.set).start()  # by then it drains
+        got = answer.result(30)
+    assert got.status_code == 200 and '"finish_reason":"length"' in got.text.replace(" ", "")
+    assert not server.background.is_alive
+
+
+def test_a_reply_is_drawn_again_during_the_shutdown(
+    nano: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = made(nano, drain_s=20.0)
+    nothing = "plan<|close|>think<|sep|><|close|>message<|sep|><|end_of_msg|>"
+    script(server, monkeypatch, nothing, CALL)
+    retry = ChatChoices._retry
+
+    async def late(choices: ChatChoices, index: int) -> None:
+        server.background.is_draining = True
+        await asyncio.sleep(0.5)  # nothing runs and nothing arrives
+        await retry(choices, index)
+
+    monkeypatch.setattr(ChatChoices, "_retry", late)
+    with ThreadPoolExecutor() as pool:
+        with listening(server) as address:
+            body = {**CHAT, "max_tokens": 500, "retries": 1, "tools": TOOLS}
+            answer = pool.submit(httpx.post, f"{address}v1/chat/completions", json=body, timeout=60)
+            wait_until(lambda: server.background.is_draining)
+        got = answer.result(30)
+    assert got.json()["choices"][0]["message"]["content"] == "Let me."
+    assert server.metrics.num_retried == 1
+
+
+def test_what_comes_during_the_shutdown_is_sent_elsewhere(nano: Model) -> None:
+    server = made(nano)
+    with TestClient(create_app(server), raise_server_exceptions=False) as client:
+        server.background.is_draining = True
+        got = post(client)
+        assert got.status_code == 503 and int(got.headers["retry-after"]) > 0
+        assert "shutting down" in got.json()["error"]["message"]
+        assert server.metrics.rejected["stopped"] == 1
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -65,6 +66,7 @@ class BackgroundEngine:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[Sequence, Stream] = {}
         self._num_arriving = 0  # written in the event loop alone
+        self.retrying: WeakSet[Any] = WeakSet()  # who may submit once more when a reply is read
         self.is_draining = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -72,7 +74,12 @@ class BackgroundEngine:
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
-        """For as long as a request is on its way in: an idle engine waits for it a little."""
+        """For as long as a request is on its way in: an idle engine waits for it a little.
+
+        Raises `EngineStopped` for one that comes after `drain` has begun.
+        """
+        if self.is_draining:
+            raise EngineStopped("the server is shutting down")
         self._num_arriving += 1
         try:
             yield
@@ -102,8 +109,6 @@ class BackgroundEngine:
         streams = [Stream() for _ in range(count)]
 
         def submit(engine: Engine) -> None:
-            if self.is_draining:
-                raise EngineStopped("the server is shutting down")
             try:
                 for request, stream in zip(requests(engine), streams, strict=True):
                     stream.sequence = engine.submit(request)
@@ -129,10 +134,10 @@ class BackgroundEngine:
         self._calls.put(lambda: self._abort(streams, tells=True))
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what runs come to its end for so long, then stop the thread."""
+        """Take nothing new, let what came before end for so long, then stop the thread."""
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + seconds
-        while self._streams and self.is_alive:
+        while (self._streams or self._num_arriving or self.retrying) and self.is_alive:
             if asyncio.get_running_loop().time() > deadline:
                 break
             await asyncio.sleep(0.02)

@@ -25,6 +25,7 @@ from baltoro.serve.answer import (
 )
 from baltoro.serve.background import BackgroundEngine, EngineStopped, Event, Stream
 from baltoro.serve.engine import Engine, WeightsNotWhole
+from baltoro.serve.form import FormError
 from baltoro.serve.generate import image_features
 from baltoro.serve.grammar import Grammars
 from baltoro.serve.metrics import Metrics
@@ -32,7 +33,8 @@ from baltoro.serve.options import ServerConfig
 from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.protocol import ApiError, ChatBody, CompletionBody
 from baltoro.serve.request import Grammar, Request
-from baltoro.serve.scheduler import Overloaded
+from baltoro.serve.scheduler import ContextExceeded, Overloaded
+from baltoro.text.messages import PromptTooLong
 from baltoro.text.processor import Processor, Prompt
 from baltoro.text.reply import Delta
 
@@ -95,13 +97,25 @@ class Choices(ABC):
             lambda engine: [r for prompt in prompts for r in self._requests(engine, prompt)],
             self.count,
         )
+        if self.body.retries:
+            self._background.retrying.add(self)
         for prompt in prompts:
             self._metrics.observe("vllm:request_prompt_tokens", len(prompt.ids))
         if self._is_aborted:
             self.abort()
 
+    def refusal(self, error: ValueError) -> ApiError:
+        """What a client is told of an error of `prompts` or `start`."""
+        if isinstance(error, FormError):
+            return ApiError(400, str(error), param=error.field, code="invalid_schema")
+        param = "prompt" if isinstance(self.body, CompletionBody) else "messages"
+        is_long = isinstance(error, (ContextExceeded, PromptTooLong))
+        code = "context_length_exceeded" if is_long else None  # at which clients shorten it
+        return ApiError(400, str(error), param=param, code=code)
+
     def cancel(self) -> None:
         """Free what still runs."""
+        self._background.retrying.discard(self)
         self._background.cancel(self._streams)
 
     def abort(self) -> None:

@@ -70,6 +70,10 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
 
+    def headers(self) -> dict[str, str]:
+        """What tells a client whether and when to try again."""
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
     def body(self) -> dict[str, Any]:
         """The JSON that goes with the status."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"

@@ -32,7 +32,6 @@ from baltoro.serve.choices import Choices
 from baltoro.serve.document import ERRORS, RESPONSES, request_body
 from baltoro.serve.draft import SpeculationConfig
 from baltoro.serve.engine import Engine, EngineConfig, WeightsNotWhole
-from baltoro.serve.form import FormError
 from baltoro.serve.generate import described, load_for_text
 from baltoro.serve.grammar import Grammars
 from baltoro.serve.kinds import ChatChoices, TextChoices
@@ -50,8 +49,7 @@ from baltoro.serve.protocol import (
     sse,
 )
 from baltoro.serve.resident import OPERATORS, waiting_operators
-from baltoro.serve.scheduler import ContextExceeded, Overloaded, SchedulerConfig
-from baltoro.text.messages import PromptTooLong
+from baltoro.serve.scheduler import Overloaded, SchedulerConfig
 from baltoro.text.processor import Processor, Prompt
 
 log = logging.getLogger(__name__)
@@ -133,25 +131,19 @@ class Server:
         return JSONResponse({"request_id": choices.id, "object": "abort"})
 
     async def _start(self, choices: Choices) -> None:
-        """Queue a request. Raises `ApiError` for one that cannot be served, or not now."""
+        """Queue a request. Raises `ApiError` for one that cannot be served, or not now.
+
+        Raises `EngineStopped` and `WeightsNotWhole` too, which are answered as one.
+        """
         try:
             await choices.start(await asyncio.to_thread(choices.prompts))
         except Overloaded as error:
             self.metrics.rejected["overloaded"] += 1
             wait_s = self._wait_s(error)
             raise ApiError(503, str(error), code="overloaded", retry_after=wait_s) from None
-        except (EngineStopped, WeightsNotWhole) as error:
-            self.metrics.rejected["stopped"] += 1
-            raise ApiError(503, str(error), code="unavailable", retry_after=5) from None
-        except FormError as error:
-            self.metrics.rejected["invalid"] += 1
-            raise ApiError(400, str(error), param=error.field, code="invalid_schema") from None
         except ValueError as error:
             self.metrics.rejected["invalid"] += 1
-            param = "prompt" if isinstance(choices.body, CompletionBody) else "messages"
-            is_long = isinstance(error, (ContextExceeded, PromptTooLong))
-            code = "context_length_exceeded" if is_long else None  # at which clients shorten it
-            raise ApiError(400, str(error), param=param, code=code) from None
+            raise choices.refusal(error) from None
 
     def check_model(self, name: str | None) -> None:
         """Raise `ApiError` for another model than the one that is served."""
@@ -271,8 +263,12 @@ def create_app(server: Server) -> FastAPI:
 
     async def on_api_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-        return JSONResponse(error.body(), error.status, headers)
+        return JSONResponse(error.body(), error.status, error.headers())
+
+    async def on_stopped(request: Request, error: Exception) -> Response:
+        server.metrics.rejected["stopped"] += 1
+        shown = ApiError(503, str(error), code="unavailable", retry_after=5)
+        return await on_api_error(request, shown)
 
     async def on_http_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -284,6 +280,8 @@ def create_app(server: Server) -> FastAPI:
         return JSONResponse(FAULT.body(), FAULT.status)
 
     app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(EngineStopped, on_stopped)
+    app.add_exception_handler(WeightsNotWhole, on_stopped)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_fault)
 
