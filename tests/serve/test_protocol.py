@@ -52,7 +52,7 @@ def test_several_plain_texts_are_continued_as_each_by_itself(
         (["a", 1], "prompt: must be a string"),
         ([True], "prompt: must be a string"),
         ([[1], "a", None], "prompt: must be a string"),
-        (None, "prompt: must be a string"),
+        (None, "prompt: Field required"),
         ([], "prompt: it has no tokens"),
         (["a", ""], "prompt: it has no tokens"),
         ([[1], []], "prompt: it has no tokens"),
@@ -140,6 +140,25 @@ def test_many_tools_do_not_hold_up_the_others(client: TestClient) -> None:
     got = post(client, tools=tools, max_tokens=2)
     assert got.json()["error"]["code"] == "context_length_exceeded"
     assert time.monotonic() - began < 20.0  # by pairs it took hours
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_field_that_is_null_is_as_absent(client: TestClient, path: str) -> None:
+    body_type = ChatBody if "chat" in path else CompletionBody
+    needed = CHAT if "chat" in path else {"prompt": "Once", "max_tokens": 3, "seed": 3}
+    nulls = dict.fromkeys(body_type.model_fields) | {"logit_bias": None}
+    asked = nulls | {"stream_options": {"include_usage": None}} | needed
+    got, plain = (client.post(path, json=body).json() for body in (asked, needed))
+    assert got["choices"] == plain["choices"] and got["usage"] == plain["usage"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/abort", "request_id")],
+)
+def test_a_field_that_is_needed_is_not_null(client: TestClient, path: str, field: str) -> None:
+    got = client.post(path, json={field: None})
+    assert got.status_code == 400 and got.json()["error"]["param"] == field
 
 
 def named(name: str) -> dict[str, Any]:

@@ -371,6 +371,15 @@ def invalid(error: ValidationError) -> ApiError:
     return _refused(param, first["msg"])
 
 
+def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A body's fields but those that are null, which is as good as absent; its options likewise."""
+    kept = {name: value for name, value in data.items() if value is not None}
+    options = kept.get("stream_options")
+    if isinstance(options, dict):
+        kept["stream_options"] = {k: v for k, v in options.items() if v is not None}
+    return kept
+
+
 def refuse_unsupported(data: Mapping[str, Any]) -> None:
     """Raise `ApiError` for a field that would be ignored in silence."""
     for name in UNSUPPORTED:

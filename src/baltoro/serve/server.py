@@ -47,6 +47,7 @@ from baltoro.serve.protocol import (
     invalid,
     refuse_unsupported,
     sse,
+    without_nulls,
 )
 from baltoro.serve.resident import OPERATORS, waiting_operators
 from baltoro.serve.scheduler import Overloaded, SchedulerConfig
@@ -226,7 +227,7 @@ class Server:
             raise ApiError(400, "the body must be a JSON object", code="invalid_json")
         refuse_unsupported(data)
         try:
-            return body_type.model_validate(data)
+            return body_type.model_validate(without_nulls(data))
         except ValidationError as error:
             raise invalid(error) from None
 
