@@ -665,9 +665,42 @@ def test_a_body_above_the_limit_and_a_full_queue_are_refused(
     with TestClient(create_app(server)) as client:
         large = [{"role": "user", "content": "x" * 3000}]
         assert post(client, messages=large).status_code == 413
-        refused = post(client, n=5)
+        may_go_on = threading.Event()
+        server.background._calls.put(lambda: may_go_on.wait(30) and None)
+        with ThreadPoolExecutor() as pool:
+            both = [pool.submit(post, client) for _ in range(2)]
+            wait_until(lambda: server.background._calls.qsize() == 2)
+            may_go_on.set()
+            answered, refused = sorted((one.result(30) for one in both), key=status)
+        assert answered.status_code == 200
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert post(client).status_code == 200
+
+
+def status(response: httpx.Response) -> int:
+    return response.status_code
+
+
+@pytest.mark.parametrize("limit", [{"max_queued": 2}, {"max_queued_tokens": 60}])
+def test_what_the_empty_queue_has_no_room_for_is_no_matter_of_waiting(
+    nano: Model, limit: dict[str, int]
+) -> None:
+    config = EngineConfig(pool_tokens=4096, scheduler=replace(SCHEDULER, **limit))
+    server = made(nano, config)
+    ((name, most),) = limit.items()
+    with TestClient(create_app(server)) as client:
+        several = {"prompt": ["Once"] * 3, "max_tokens": 30}
+        for param, got in (
+            ("n", post(client, n=3, max_tokens=30)),
+            ("prompt", post(client, "/v1/completions", **several)),
+        ):
+            error = got.json()["error"]
+            assert (got.status_code, error["param"]) == (400, param)
+            assert error["message"].startswith(f"{param}: 3 replies")
+            assert f"{name}={most}" in error["message"]
+        assert server.background.engine.is_idle
+        # a single one is served whatever its length
+        assert post(client, max_tokens=200).status_code == 200
 
 
 def test_a_step_that_fails_ends_its_requests_and_the_health(

@@ -104,13 +104,16 @@ class BackgroundEngine:
     async def submit(self, requests: Callable[[Engine], list[Request]], count: int) -> list[Stream]:
         """Queue `count` requests made in the engine's thread, all or none.
 
-        Raises `EngineStopped`, and what `requests` and `Engine.submit` raise.
+        Raises `EngineStopped`, `QueueExceeded`, and what `requests` and `Engine.submit` raise.
         """
         streams = [Stream() for _ in range(count)]
 
         def submit(engine: Engine) -> None:
+            engine.scheduler.check_together(count)  # before pictures are looked at
+            made = requests(engine)
+            engine.scheduler.check_together(count, sum(request.budget for request in made))
             try:
-                for request, stream in zip(requests(engine), streams, strict=True):
+                for request, stream in zip(made, streams, strict=True):
                     stream.sequence = engine.submit(request)
                     self._streams[stream.sequence] = stream
             except (ValueError, RuntimeError):

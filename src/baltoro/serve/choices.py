@@ -33,7 +33,7 @@ from baltoro.serve.options import ServerConfig
 from baltoro.serve.prefix import MediaSpan
 from baltoro.serve.protocol import ApiError, ChatBody, CompletionBody
 from baltoro.serve.request import Grammar, Request
-from baltoro.serve.scheduler import ContextExceeded, Overloaded
+from baltoro.serve.scheduler import ContextExceeded, Overloaded, QueueExceeded
 from baltoro.text.messages import PromptTooLong
 from baltoro.text.processor import Processor, Prompt
 from baltoro.text.reply import Delta
@@ -108,6 +108,9 @@ class Choices(ABC):
         """What a client is told of an error of `prompts` or `start`."""
         if isinstance(error, FormError):
             return ApiError(400, str(error), param=error.field, code="invalid_schema")
+        if isinstance(error, QueueExceeded):
+            param = "n" if self.body.n > 1 else "prompt"
+            return ApiError(400, f"{param}: {error}", param=param)
         param = "prompt" if isinstance(self.body, CompletionBody) else "messages"
         is_long = isinstance(error, (ContextExceeded, PromptTooLong))
         code = "context_length_exceeded" if is_long else None  # at which clients shorten it

@@ -29,6 +29,10 @@ class ContextExceeded(ValueError):
     """A prompt and its reply are longer than the model or the pool has room for."""
 
 
+class QueueExceeded(ValueError):
+    """Requests that come together are more than the empty queue has room for."""
+
+
 class Overloaded(RuntimeError):
     """The queue is full; `queued_tokens` are waiting."""
 
@@ -141,6 +145,23 @@ class Scheduler:
             raise ContextExceeded(
                 f"prompt: with its new tokens it needs {need} pages and the pool has "
                 f"{config.num_pages}; shorten it, lower max_tokens or serve with more pages"
+            )
+
+    def check_together(self, count: int, num_tokens: int = 0) -> None:
+        """Raise `QueueExceeded` if so many with these budgets would not fit into the empty queue.
+
+        A single one always does.
+        """
+        config = self.config
+        if count > config.max_queued:
+            raise QueueExceeded(
+                f"{count} replies at once are more than max_queued={config.max_queued}; "
+                "ask for fewer in one request"
+            )
+        if count > 1 and num_tokens > config.max_queued_tokens:
+            raise QueueExceeded(
+                f"{count} replies at once may take {num_tokens} tokens, more than "
+                f"max_queued_tokens={config.max_queued_tokens}; ask for fewer in one request"
             )
 
     def submit(self, sequence: Sequence) -> None:
