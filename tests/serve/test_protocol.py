@@ -152,6 +152,12 @@ def test_a_field_that_is_null_is_as_absent(client: TestClient, path: str) -> Non
     assert got["choices"] == plain["choices"] and got["usage"] == plain["usage"]
 
 
+@pytest.mark.parametrize("choice", ["none", "auto"])
+def test_what_would_change_nothing_is_taken(client: TestClient, choice: str) -> None:
+    got = post(client, best_of=1, function_call=choice)
+    assert got.json()["choices"] == post(client).json()["choices"]
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [("/v1/chat/completions", "messages"), ("/v1/completions", "prompt"), ("/abort", "request_id")],
@@ -201,6 +207,8 @@ def content(*parts: Any) -> dict[str, Any]:
         ({"guided_json": {"type": "object"}}, 501, "guided_json"),
         ({"prompt_logprobs": 1}, 501, "prompt_logprobs"),
         ({"best_of": 2}, 501, "best_of"),
+        ({"function_call": {"name": "f"}}, 501, "function_call"),
+        ({"function_call": "auto", "functions": [{"name": "f"}]}, 501, "functions"),
         ({"stop": ["a"] * 65}, 400, "stop"),
         ({"stop": "a" * 1025}, 400, "stop"),
         ({"stop": [5]}, 400, "stop"),
@@ -219,6 +227,7 @@ def test_a_bad_request_is_refused_by_name(
 ) -> None:
     got = post(client, **fields)
     assert got.status_code == status
+    assert got.headers.get("x-should-retry") == ("false" if status == 501 else None)
     error = got.json()["error"]
     assert (
         error["param"] == param

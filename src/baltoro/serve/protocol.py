@@ -45,6 +45,8 @@ UNSUPPORTED = (
     "stop_token_ids",
     "structured_outputs",
 )
+# of these, the values that ask for nothing
+HARMLESS: dict[str, tuple[Any, ...]] = {"best_of": (1,), "function_call": ("none", "auto")}
 MAX_CHOICES = 64
 MAX_RETRIES = 5
 MIN_TEMPERATURE = 1e-6  # above 0; below it logits overflow
@@ -72,6 +74,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """What tells a client whether and when to try again."""
+        if self.status == 501:
+            return {"x-should-retry": "false"}  # OpenAI's client tries again after any 5xx
         return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
     def body(self) -> dict[str, Any]:
@@ -383,7 +387,7 @@ def without_nulls(data: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_unsupported(data: Mapping[str, Any]) -> None:
     """Raise `ApiError` for a field that would be ignored in silence."""
     for name in UNSUPPORTED:
-        if data.get(name) and not (name == "best_of" and data[name] == 1):
+        if data.get(name) and data[name] not in HARMLESS.get(name, ()):
             raise ApiError(501, f"{name}: is not supported", param=name, code="unsupported")
 
 
