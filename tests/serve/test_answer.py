@@ -110,6 +110,10 @@ def test_a_call_that_the_model_left_open_is_not_taken_for_an_answer(tokenizer: T
     _, answer = read(tokenizer, text)
     assert [call.arguments for call in answer.tool_calls] == ['{"path": "a.txt"']
     assert answer.is_empty and answer.is_lost
+    assert answer.finish_reason == "stop"
+    _, answer = read(tokenizer, text.replace(OPEN_TOOLS, CALL + OPEN_TOOLS))
+    assert answer.num_whole_calls == 1 and len(answer.tool_calls) == 2
+    assert answer.finish_reason == "tool_calls"
 
 
 def test_reasoning_tokens_are_those_before_the_answer(tokenizer: Tokenizer) -> None:

@@ -132,7 +132,7 @@ class ChatReader:
         calls = join_calls(self._pieces)
         ends_well = (reason in ("stop", "length") and not is_in_call) or self.is_over
         finish_reason = "stop" if self._stop.is_met else str(reason)
-        if calls and ends_well:
+        if whole_calls and ends_well:
             finish_reason = "tool_calls"
         elif self._parser.is_over and reason != "error":
             finish_reason = "stop"
