@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve.api import listening, made
 
 from baltoro.cli import main
+from baltoro.model.model import Model
 from baltoro.serve import server as serving
 from baltoro.serve.listen import Listener
 from baltoro.serve.options import ServeOptions, ServerConfig
@@ -122,3 +124,9 @@ def test_no_thread_that_lasts_has_a_team_beside_the_engine_s(
     assert main(["serve", str(nano_dir), "--pool-tokens", "4096"]) == 0
     (loader,) = loaders
     assert loader is not threading.main_thread() and not loader.is_alive()
+
+
+def test_a_server_says_where_it_listens(nano: Model, capsys: pytest.CaptureFixture[str]) -> None:
+    with listening(made(nano)) as address:
+        pass
+    assert f"listening on {address}" in capsys.readouterr().err.splitlines()

@@ -6,6 +6,7 @@ takes longer is then cut off in its middle, without an answer that a client coul
 
 import asyncio
 import socket
+import sys
 from contextlib import suppress
 
 import uvicorn
@@ -25,6 +26,14 @@ class Listener(uvicorn.Server):
         config.timeout_graceful_shutdown = int(drain_s) + MARGIN_S
         self._background = background
         self._drain_s = drain_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where: the port may be any that was free."""
+        await super().startup(sockets)
+        if self.started:
+            host, port, *_ = self.servers[0].sockets[0].getsockname()
+            shown = f"[{host}]" if ":" in host else host
+            print(f"listening on http://{shown}:{port}/", file=sys.stderr)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take nothing new, let replies end or end them, close."""
