@@ -106,10 +106,14 @@ class _SideBySide(torch.autograd.Function):
         return F.linear(x_TD, torch.cat(weights))
 
     @staticmethod
-    def backward(ctx: Any, d_y_TC: Tensor) -> tuple[Tensor, ...]:  # of products: differentiable
+    def backward(ctx: Any, d_y_TC: Tensor) -> tuple[Tensor | None, ...]:
+        """Of products, which are differentiable themselves."""
         x_TD, *weights = ctx.saved_tensors
-        d_weight_CD = d_y_TC.mT @ x_TD
-        return d_y_TC @ torch.cat(weights), *d_weight_CD.split([len(part) for part in weights])
+        needs_x, *needs_weights = ctx.needs_input_grad
+        d_x_TD = d_y_TC @ torch.cat(weights) if needs_x else None
+        if not any(needs_weights):
+            return d_x_TD, *(None for _ in weights)
+        return d_x_TD, *(d_y_TC.mT @ x_TD).split([len(part) for part in weights])
 
 
 def _side_by_side(x_TD: Tensor, group: Sequence[nn.Linear]) -> Tensor:

@@ -76,10 +76,6 @@ class StepGraphs:
         self._captured: dict[tuple[torch.dtype, Key], _Captured] = {}
         self._pool: Any = None  # of the first graph, shared by all
 
-    @property
-    def num_captured(self) -> int:
-        return len(self._captured)
-
     def begin(self) -> None:
         """Zero gradients for a step, in the buffers of earlier ones if there are any."""
         kept = self._gradients.get(self._dtype(), {})

@@ -126,7 +126,7 @@ class _Group(NamedTuple):
     last: int
     table: Tensor  # int64 [N, 5]: four addresses and the entries between rows; on the host
     placed: Tensor  # the same on the device
-    sizes: dict[str, object]  # compile-time arguments that all kernels take
+    sizes: dict[str, int]  # compile-time arguments that all kernels take
     is_tall: bool
     grad: tl.dtype
     low: tl.dtype | None  # None: no rounded copies
@@ -141,7 +141,6 @@ class PlacedStack:
     def __init__(self, entries: Sequence[MuonBlocks]) -> None:
         short, long = sorted(entries[0].weight.shape[1:])
         self.sides = (short, long)
-        self._num_tiles = cdiv(short, SIDE) * cdiv(long, SIDE)
         self._groups: list[_Group] = []
         first = 0
         for group in alike(entries):
@@ -154,20 +153,23 @@ class PlacedStack:
         num_matrices = self._groups[-1].last
         stack = torch.empty(num_matrices, *self.sides, dtype=torch.bfloat16, device=device)
         for first, last, _, table, sizes, is_tall, grad, _ in self._groups:
-            grid = ((last - first) * self._num_tiles,)
-            squares = torch.empty(*grid, dtype=torch.float32, device=device)
+            squares = torch.empty(
+                last - first, sizes["NUM_TILES"], dtype=torch.float32, device=device
+            )
+            grid = (squares.numel(),)
             enqueue(momentum_kernel, grid, table, squares, mu, G=grad, **sizes)
             enqueue(
-                direction_kernel, grid, table, squares.view(-1, self._num_tiles).sum(1),
-                stack[first:last], mu, NORM_EPS, IS_TALL=is_tall, G=grad, **sizes,
+                direction_kernel, grid, table, squares.sum(1), stack[first:last], mu, NORM_EPS,
+                IS_TALL=is_tall, G=grad, **sizes,
             )  # fmt: skip
         return stack
 
     def update(self, orthogonal: Tensor, *, decay: float, rate: float) -> None:
         for first, last, _, table, sizes, is_tall, _, low in self._groups:
             enqueue(
-                update_kernel, ((last - first) * self._num_tiles,), table, orthogonal[first:last],
-                decay, rate, IS_TALL=is_tall, HAS_LOW=low is not None, L=low or tl.float32, **sizes,
+                update_kernel, ((last - first) * sizes["NUM_TILES"],), table,
+                orthogonal[first:last], decay, rate, IS_TALL=is_tall, HAS_LOW=low is not None,
+                L=low or tl.float32, **sizes,
             )  # fmt: skip
 
     def move_gradients(self, starts: Tensor, steps: Tensor) -> None:
